@@ -1,0 +1,52 @@
+# Every target below makes a virtual environment and installs into it when it is missing or stale.
+#   make test PYTEST_ARGS="-k cache -x"      make demo DEMO_ARGS="--dtype float32"      make PYTHON=python3.12 test
+
+PYTHON      ?= python3
+VENV        ?= .venv
+PYTEST_ARGS ?=
+DEMO_ARGS   ?=
+BENCH_ARGS  ?=
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := $(shell sed -n 's/^torch==/&/p' constraints.txt)
+TYPED := $(wildcard inertiakv models evals)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+install: $(STAMP) ## Make the virtual environment, or bring it up to date
+
+demo: $(STAMP) ## Answer a question about a long text: full cache and InertiaKV-Lazy side by side
+	cat scripts/demo/lighthouse.txt scripts/demo/question.txt | \
+		$(BIN)/python scripts/decode.py - --policy lazy4 --compare full --max-new-tokens 32 $(DEMO_ARGS)
+
+test: $(STAMP) ## Run the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP) ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TYPED)
+
+format: $(STAMP) ## Rewrite the files in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## Measure decoding speed
+	$(BIN)/python scripts/bench.py $(BENCH_ARGS)
+
+clean: ## Remove the virtual environment, build outputs and caches
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first and by its exact version, so that a build of it that is at hand (CPU only, say) is taken as it is.
+# An environment whose interpreter no longer runs (moved, or its Python removed) is made anew.
+$(STAMP): pyproject.toml constraints.txt
+	@$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@

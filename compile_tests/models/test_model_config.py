@@ -1,0 +1,247 @@
+"""config.json: both spellings, real shapes, and an error with a name for what is not understood."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compile_tests.models.reference import FAMILIES, raw_config, reference_config
+from models import ModelConfig, Transformer, parse_config
+from models.checkpoint import checkpoint_views
+
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": LLAMA3_ROPE,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+}
+# The published configs, without the keys that say nothing about arithmetic; and the published parameter counts.
+REAL = {
+    "Llama-3.2-1B": (
+        LLAMA
+        | {
+            "head_dim": 64,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 8,
+            "rope_scaling": LLAMA3_ROPE | {"factor": 32.0},
+            "tie_word_embeddings": True,
+        },
+        1_235_814_400,
+    ),
+    "Llama-3.1-8B": (
+        LLAMA
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "pretraining_tp": 1,
+            "tie_word_embeddings": False,
+        },
+        8_030_261_248,
+    ),
+    "Qwen2.5-7B": (
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "attention_dropout": 0.0,
+            "bos_token_id": 151643,
+            "eos_token_id": 151643,
+            "hidden_act": "silu",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_position_embeddings": 131072,
+            "max_window_layers": 28,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "sliding_window": 131072,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "use_mrope": False,
+            "use_sliding_window": False,
+            "vocab_size": 152064,
+        },
+        7_615_616_512,
+    ),
+    "Qwen3-30B-A3B": (
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "attention_bias": False,
+            "bos_token_id": 151643,
+            "decoder_sparse_step": 1,
+            "eos_token_id": 151645,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 48,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        30_532_122_624,
+    ),
+    "Mistral-7B-v0.3": (
+        {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 32768,
+        },
+        7_248_023_552,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_shapes(name: str) -> None:
+    raw, parameters = REAL[name]
+    config = parse_config(raw)
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    # What a checkpoint must bring is all of it, each number once.
+    assert sum(view.numel() for _, view in checkpoint_views(model)) == parameters
+    assert config.stored_dtype == torch.bfloat16
+    assert config.windows == (None,) * config.num_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "rope", [{}, {"rope_parameters": {"rope_type": "linear", "rope_theta": 77.0, "factor": 2.0}}], ids=str
+)
+def test_both_spellings_agree(tmp_path: Path, family: str, rope: dict[str, Any]) -> None:
+    config = reference_config(family, dtype="bfloat16", **rope)
+    config.architectures = raw_config(family)["architectures"]
+    config.save_pretrained(tmp_path)
+    new = json.loads((tmp_path / "config.json").read_text())
+    old = copy.deepcopy(new)
+    scaling = old.pop("rope_parameters")
+    old["rope_theta"] = scaling.pop("rope_theta")
+    old["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+    old["torch_dtype"] = old.pop("dtype")
+    assert parse_config(new) == parse_config(old)
+    assert parse_config(new).stored_dtype == torch.bfloat16
+
+
+def parse(family: str = "llama", **options: Any) -> ModelConfig:
+    return parse_config(raw_config(family, **options))
+
+
+@pytest.mark.parametrize(
+    "family,options,message",
+    [
+        ("llama", {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "GemmaForCausalLM.*supported"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
+        ("llama", {"architectures": "absent", "model_type": "phi3"}, "phi3"),
+        ("llama", {"model_type": "absent"}, "LlamaForCausalLM.*None"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("llama", {"attention_bias": True}, "attention_bias"),
+        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("llama", {"sliding_window": 4096}, "sliding_window = 4096 in a llama config"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq"),
+        ("llama", {"rope_scaling": {"type": "longrope"}}, "longrope"),
+        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 4}, "6 .* 4"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers.* 0"),
+        ("llama", {"vocab_size": "absent"}, "vocab_size"),
+        ("llama", {"max_position_embeddings": "absent"}, "max_position_embeddings"),
+        ("llama", {"head_dim": 15}, "head_dim 15"),
+        ("llama", {"head_dim": "absent", "hidden_size": 30}, "hidden_size 30"),
+        ("llama", {"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ("llama", {"eos_token_id": "</s>"}, "eos_token_id"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("mistral", {"attention_bias": True}, "attention_bias"),
+        ("mistral", {"sliding_window": 0}, "sliding_window 0"),
+        ("qwen2", {"use_mrope": True}, "use_mrope"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "no sliding window"),
+        ("qwen3_moe", {"num_experts": "absent"}, "num_experts"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok 7.* 6"),
+    ],
+)
+def test_what_is_not_understood(family: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(family, **options)
+
+
+def test_defaults_of_absent_keys() -> None:
+    assert parse(num_key_value_heads="absent").num_kv_heads == 4
+    assert not parse(tie_word_embeddings="absent").tie_embeddings
+    assert parse(architectures="absent").family == "llama"
+    assert parse("qwen3", head_dim="absent").head_dim == 128
+    assert parse("mistral", sliding_window="absent").windows == (4096,) * 3
+    assert parse("qwen2", sliding_window=8).windows == (None,) * 3
+    assert parse("qwen3_moe", num_experts="absent", num_local_experts=6) == parse("qwen3_moe")
+
+
+def test_token_ids() -> None:
+    raw = raw_config("llama", eos_token_id=[3, 4])
+    assert parse_config(raw).eos_token_ids == (3, 4)
+    assert parse_config(raw, {"eos_token_id": 9}).eos_token_ids == (9,)
+    assert parse_config(raw, {"eos_token_id": None}).eos_token_ids == (3, 4)
+    raw["eos_token_id"] = raw["bos_token_id"] = None
+    assert (parse_config(raw).eos_token_ids, parse_config(raw).bos_token_id) == ((), None)
+
+
+def test_lengths() -> None:
+    assert parse().max_positions == 256
+    assert parse().position_limit is None
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    assert parse(rope_scaling=yarn).max_positions == 1024
+    dynamic = parse(rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert (dynamic.max_positions, dynamic.position_limit) == (256, 256)

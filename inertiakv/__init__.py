@@ -1,0 +1,20 @@
+"""Compiled decoding of large language models that reads and keeps a tenth of the KV cache."""
+
+from .config import POLICIES, EvictionConfig, policy
+from .decoder import Decoder
+from .results import Generation, Stats
+from .sampling import Sampling
+from .text import StopStrings, TextStream
+
+__all__ = [
+    "POLICIES",
+    "Decoder",
+    "EvictionConfig",
+    "Generation",
+    "Sampling",
+    "Stats",
+    "StopStrings",
+    "TextStream",
+    "policy",
+]
+__version__ = "0.1.0"

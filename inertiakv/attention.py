@@ -1,0 +1,193 @@
+"""Attention over slots: dense, or FlexAttention with block masks.
+
+One mask rule for everything: slot n is seen by a query at position p iff 0 <= position[n] <= p, and p -
+position[n] < window where the layer has a sliding window. A query at position -1 (padding, a finished row)
+sees nothing and yields zeros. With it prefill, ragged batches, decoding and a further turn are one operation
+with another T.
+
+Shape letters: B batch, T query tokens, H query heads, G KV heads, R query heads a KV head (H = G * R), N
+slots, D head dim, Q and K blocks of queries and of slots, M queries of a KV head (R * T).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from .cache import MASK_BLOCK
+
+Backend = Literal["dense", "flex"]
+
+QUERY_BLOCK = 256
+"""Queries that dense prefill masks at a time: a [T, N] mask is never made whole."""
+
+
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype, compiled: bool) -> Backend:
+    """The backend for `auto`, `dense` or `flex`. The only place that decides.
+
+    On CPUs dense attention is several times faster for one query, and it has the weights anyway; on CUDA
+    FlexAttention skips empty blocks and keeps no logits. Uncompiled FlexAttention is a reference for float32
+    only: in low precision it rounds its logits (ValueError).
+    """
+    if name not in ("auto", "dense", "flex"):
+        raise ValueError(f"unknown attention {name!r}; choose from auto, dense, flex")
+    if name == "auto":
+        return "flex" if device.type == "cuda" and compiled else "dense"
+    if name == "flex" and not compiled and dtype.itemsize < 4:
+        raise ValueError(f"attention='flex' in {dtype} needs compile=True: uncompiled, it rounds its logits")
+    return name  # type: ignore[return-value]
+
+
+def visible(position_BN: Tensor, query_BT: Tensor, window: int | None) -> Tensor:
+    """The mask rule, bool [B, T, N]."""
+    key_B1N, query_BT1 = position_BN[:, None], query_BT[..., None]
+    seen_BTN = (key_B1N >= 0) & (key_B1N <= query_BT1)
+    return seen_BTN if window is None else seen_BTN & (query_BT1 - key_B1N < window)
+
+
+def dense_weights(q_BHD: Tensor, k_BGND: Tensor, visible_BN: Tensor, scale: float) -> Tensor:
+    """One query's softmax over the visible slots, [B, G, R, N], in float32 or wider; zeros where it sees
+    none."""
+    logits_BGRN = _logits(q_BHD, k_BGND, visible_BN, scale)
+    # A row that sees nothing has no maximum: 0 in its place makes every weight exp(-inf) = 0.
+    top_BGR1 = logits_BGRN.amax(-1, keepdim=True)
+    weights_BGRN = torch.exp(logits_BGRN - torch.where(top_BGR1 == -torch.inf, 0.0, top_BGR1))
+    return weights_BGRN / weights_BGRN.sum(-1, keepdim=True).clamp_min(torch.finfo(weights_BGRN.dtype).tiny)
+
+
+def dense_step(
+    q_BHD: Tensor, k_BGND: Tensor, v_BGND: Tensor, visible_BN: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query a row: the output [B, H, D] and the weights [B, G, R, N] that made it."""
+    weights_BGRN = dense_weights(q_BHD, k_BGND, visible_BN, scale)
+    out_BGRD = torch.matmul(weights_BGRN, v_BGND.to(weights_BGRN.dtype))
+    return out_BGRD.flatten(1, 2).to(q_BHD.dtype), weights_BGRN
+
+
+def dense_chunk(
+    q_BHTD: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
+    position_BN: Tensor,
+    query_BT: Tensor,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Attention of a chunk of queries, a block at a time. The keys must end with the chunk's own tokens, in
+    order: a block leaves out those that come after it."""
+    total, slots = q_BHTD.shape[2], k_BGND.shape[2]
+    blocks = []
+    for start in range(0, total, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, total)
+        keys = slots - (total - end)
+        seen_BTN = visible(position_BN[:, :keys], query_BT[:, start:end], window)
+        # Query heads of a KV head are laid side by side as more queries, which leaves K and V unexpanded.
+        q_BGMD = rearrange(q_BHTD[:, :, start:end], "b (g r) t d -> b g (r t) d", g=k_BGND.shape[1])
+        mask_B1MN = seen_BTN.repeat(1, q_BHTD.shape[1] // k_BGND.shape[1], 1)[:, None]
+        out_BGMD = F.scaled_dot_product_attention(
+            q_BGMD, k_BGND[:, :, :keys], v_BGND[:, :, :keys], attn_mask=mask_B1MN, scale=scale
+        )
+        blocks.append(rearrange(out_BGMD, "b g (r t) d -> b (g r) t d", t=end - start))
+    out_BHTD = torch.cat(blocks, dim=2)
+    return torch.where((query_BT >= 0)[:, None, :, None], out_BHTD, 0.0)
+
+
+def flex_mask(position_BN: Tensor, query_BT: Tensor, window: int | None) -> BlockMask:
+    """The mask rule as a BlockMask, from each block's smallest and largest positions: O(N + T) memory, in
+    graph."""
+    slots, queries = position_BN.shape[1], query_BT.shape[1]
+    lo_key_BK, hi_key_BK = _block_range(position_BN)
+    lo_query_BQ, hi_query_BQ = _block_range(query_BT)
+    lo_key_B1K, hi_key_B1K = lo_key_BK[:, None], hi_key_BK[:, None]
+    lo_query_BQ1, hi_query_BQ1 = lo_query_BQ[..., None], hi_query_BQ[..., None]
+    some_BQK = (lo_key_B1K <= hi_query_BQ1) & (hi_key_B1K >= 0)
+    # A block without holes, all of it at or before every one of its queries, needs no look at the table.
+    whole_BQK = (
+        (hi_key_B1K <= lo_query_BQ1) & _block_full(position_BN)[:, None] & _block_full(query_BT)[..., None]
+    )
+    if window is not None:
+        some_BQK = some_BQK & (lo_query_BQ1 - hi_key_B1K < window)
+        whole_BQK = whole_BQK & (hi_query_BQ1 - lo_key_B1K < window)
+
+    def mask_mod(b: Tensor, h: Tensor, q_index: Tensor, slot: Tensor) -> Tensor:
+        key, query = position_BN[b, slot], query_BT[b, q_index]
+        seen = (key >= 0) & (key <= query)
+        return seen if window is None else seen & (query - key < window)
+
+    partial, whole = _block_list(some_BQK & ~whole_BQK), _block_list(some_BQK & whole_BQK)
+    return BlockMask.from_kv_blocks(
+        *partial,
+        *whole,
+        BLOCK_SIZE=(MASK_BLOCK, MASK_BLOCK),
+        mask_mod=mask_mod,
+        seq_lengths=(queries, slots),
+        compute_q_blocks=False,
+    )
+
+
+def flex(q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    """FlexAttention under a block mask, [B, H, T, D]."""
+    out = flex_attention(q_BHTD, k_BGND, v_BGND, block_mask=mask, scale=scale, enable_gqa=True)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def flex_step(
+    q_BHD: Tensor, k_BGND: Tensor, v_BGND: Tensor, mask: BlockMask, visible_BN: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query a row by FlexAttention: output [B, H, D] and weights [B, G, R, N], from a second
+    pass over K with FlexAttention's log-sum-exp where the compiler can return it (not on CPUs)."""
+    if q_BHD.device.type == "cpu":
+        out_BHTD = flex(q_BHD[:, :, None], k_BGND, v_BGND, mask, scale)
+        return out_BHTD[:, :, 0], dense_weights(q_BHD, k_BGND, visible_BN, scale)
+    out_BHTD, aux = flex_attention(
+        q_BHD[:, :, None],
+        k_BGND,
+        v_BGND,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+    )
+    logits_BGRN = _logits(q_BHD, k_BGND, visible_BN, scale)
+    assert isinstance(out_BHTD, Tensor) and aux.lse is not None
+    lse_BGR1 = rearrange(aux.lse, "b (g r) 1 -> b g r 1", g=k_BGND.shape[1])
+    weights_BGRN = torch.exp(logits_BGRN - torch.where(lse_BGR1 == -torch.inf, 0.0, lse_BGR1))
+    return out_BHTD[:, :, 0], weights_BGRN
+
+
+def _logits(q_BHD: Tensor, k_BGND: Tensor, visible_BN: Tensor, scale: float) -> Tensor:
+    accurate = torch.promote_types(q_BHD.dtype, torch.float32)
+    q_BGRD = rearrange(q_BHD, "b (g r) d -> b g r d", g=k_BGND.shape[1]).to(accurate)
+    logits_BGRN = torch.matmul(q_BGRD, k_BGND.to(accurate).mT) * scale
+    return torch.where(visible_BN[:, None, None], logits_BGRN, -torch.inf)
+
+
+def _blocks(position_BX: Tensor) -> Tensor:
+    """Positions cut into mask blocks, [B, blocks, MASK_BLOCK], the last one filled up with -1."""
+    return F.pad(position_BX, (0, -position_BX.shape[1] % MASK_BLOCK), value=-1).unflatten(
+        1, (-1, MASK_BLOCK)
+    )
+
+
+def _block_range(position_BX: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest position in each block; -1 is no position, and a block without any gets (big,
+    -1)."""
+    blocks = _blocks(position_BX)
+    return torch.where(blocks < 0, torch.iinfo(blocks.dtype).max, blocks).amin(-1), blocks.amax(-1)
+
+
+def _block_full(position_BX: Tensor) -> Tensor:
+    return (_blocks(position_BX) >= 0).all(-1)
+
+
+def _block_list(chosen_BQK: Tensor) -> tuple[Tensor, Tensor]:
+    """FlexAttention's form of a set of blocks: how many, and their indices first."""
+    chosen_B1QK = chosen_BQK[:, None].to(torch.int32)
+    order = chosen_B1QK.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return chosen_B1QK.sum(-1, dtype=torch.int32), order

@@ -1,0 +1,417 @@
+"""Prefill, evict, decode: the public interface.
+
+Shape letters: B batch, T query tokens, V vocabulary, N slots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from . import saved
+from .aggregation import Aggregation
+from .attention import choose_backend
+from .buffers import UNLIMITED, Buffers
+from .cache import SlotCache, bucket
+from .config import EvictionConfig
+from .eviction import EMPTY
+from .graphs import Graphs
+from .prefill import Prefill, Progress
+from .prompts import Prompts, check_positions, is_single, to_rows
+from .protocol import LanguageModel
+from .results import FinishReason, Generation, Stats
+from .rows import NO_TOKEN, READ_EVERY, Rows
+from .sampling import Sampling
+from .steps import Method, decode_step, evicting_step
+
+Stop = Callable[[int, list[int]], bool]
+"""Called with a row and the tokens of its answer so far; True ends the row."""
+
+_GREEDY = Sampling()
+
+
+class Decoder:
+    """Decodes a model while keeping no more of each row's KV cache than its budget.
+
+    One conversation at a time: `generate` and `stream` start a new one, `extend` adds a turn to it, `decode`
+    goes on with it, `save` and `load` carry it over. Buffers and graphs stay for the next conversation, which
+    compiles nothing where its shapes fit theirs.
+
+    * `model`: offers `model(tokens_BT, positions_BT, cache) -> hidden_BTE`, `model.head(hidden) -> logits`,
+      `model.dtype`, `model.device` and sizes in `model.config`, as `models.Transformer` does.
+    * `eviction`: the rule; None keeps every token.
+    * `compile`: run the decode step as compiled graphs; without, the same functions run eagerly.
+    * `attention`: "dense", "flex", or "auto" for the faster one on the model's device.
+    * `prefill_chunk`: tokens of a prompt that go through the model at a time.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        eviction: EvictionConfig | None = EvictionConfig(),  # noqa: B008 (immutable)
+        *,
+        compile: bool = True,
+        attention: str = "auto",
+        prefill_chunk: int = 2048,
+    ) -> None:
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+        self.model, self.eviction = model, eviction
+        backend = choose_backend(attention, model.device, model.dtype, compile)
+        self.method = Method(eviction, backend, tuple(dict.fromkeys(model.config.windows)))
+        self.aggregation: Aggregation | None = None
+        if eviction is not None:
+            score_dtype = torch.promote_types(model.dtype, torch.float32)
+            self.aggregation = Aggregation(eviction, model.config.num_layers, score_dtype, model.device)
+        self.graphs = Graphs(compile, model.device)
+        self.buffers = Buffers(model)
+        self._prefill = Prefill(model, self.method, self.graphs, prefill_chunk)
+        self._rows_by_batch: dict[int, Rows] = {}
+        self.rows: Rows
+        self.cache: SlotCache | None
+        self._forget()
+
+    # A conversation
+    # --------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int,
+        *,
+        sampling: Sampling = _GREEDY,
+        eos_token_ids: Sequence[int] | None = None,
+        stop: Stop | None = None,
+        progress: Progress | None = None,
+    ) -> Generation:
+        """Start a conversation with `prompts`, one list of token ids or several of any lengths, and answer
+        it.
+
+        `eos_token_ids`: None for the model's own. `stop`: see `StopStrings`. `progress`: called with the
+        prompt tokens done and in all. Raises, before any work, ValueError for prompts, lengths or options
+        that cannot be, and MemoryError with an estimate where the caches do not fit.
+        """
+        self._check_options(max_new_tokens, sampling, eos_token_ids)
+        self.prefill(prompts, max_new_tokens=max_new_tokens, progress=progress)
+        return self.decode(max_new_tokens, sampling=sampling, eos_token_ids=eos_token_ids, stop=stop)
+
+    def stream(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int,
+        *,
+        sampling: Sampling = _GREEDY,
+        eos_token_ids: Sequence[int] | None = None,
+        stop: Stop | None = None,
+        progress: Progress | None = None,
+    ) -> Iterator[int | list[int | None]]:
+        """As `generate`, token by token: an int for one prompt, and for a batch a list with None where a row
+        has ended. `decoder.stats` tells the rest afterwards."""
+        self._check_options(max_new_tokens, sampling, eos_token_ids)
+        self.prefill(prompts, max_new_tokens=max_new_tokens, progress=progress)
+        single = is_single(prompts)
+        for tokens in self._answer(max_new_tokens, sampling, eos_token_ids, stop, read_every=1):
+            yield tokens[0] if single else [None if token == NO_TOKEN else token for token in tokens]
+
+    @torch.no_grad()
+    def prefill(self, prompts: Prompts, *, max_new_tokens: int = 0, progress: Progress | None = None) -> None:
+        """Start a conversation with `prompts` without answering yet. `max_new_tokens` sizes the buffers for
+        `decode`. Raises as `generate` does."""
+        rows = to_rows(prompts, self.model.config.vocab_size)
+        lengths, batch = [len(row) for row in rows], len(rows)
+        check_positions(lengths, max_new_tokens, self.model.config.max_positions)
+        budgets = [UNLIMITED if self.eviction is None else self.eviction.budget_for(n) for n in lengths]
+        overfull = any(n > budget for n, budget in zip(lengths, budgets, strict=True))
+        decode_slots = self.buffers.decode_slots(lengths, budgets, max_new_tokens)
+        self.buffers.require(
+            batch,
+            bucket(max(lengths) + 1) if overfull else 0,
+            decode_slots,
+            min(max(lengths), self._prefill.chunk),
+        )
+
+        self._forget()
+        decode_cache = self.buffers.decode_cache(batch, decode_slots)
+        self.cache = self.buffers.prompt_cache(batch, max(lengths)) if overfull else decode_cache
+        self.cache.allocate()
+        self.cache.clear()
+        self.cache.budget_B.copy_(torch.tensor(budgets))
+        self._overfull = overfull
+        self.rows = self._rows_for(batch)
+        self.rows.start()
+        self.stats = Stats(lengths, [None if self.eviction is None else budget for budget in budgets])
+        self._enter(rows, progress)
+
+    @torch.no_grad()
+    def extend(self, turns: Prompts, *, max_new_tokens: int = 0, progress: Progress | None = None) -> None:
+        """Add a turn to each row of the conversation, for `decode` to answer. `max_new_tokens` sizes the
+        buffers.
+
+        What was generated belongs to the conversation, its last token, too. The turn attends over what the
+        cache has kept. Its last token is the first step of a new refresh schedule: it scores, and then each
+        row is evicted to the budget that its prompt gave it. Raises ValueError as `generate` does, and before
+        any prompt.
+        """
+        rows = to_rows(turns, self.model.config.vocab_size, what="turn")
+        cache = self._conversation()
+        counts, lengths = cache.count_B.tolist(), self.rows.position_B.tolist()
+        if len(rows) != len(counts):
+            raise ValueError(f"{len(rows)} turns for a conversation of {len(counts)} rows")
+        for row, token, fed in zip(rows, self.rows.token_B.tolist(), self.rows.fed_B.tolist(), strict=True):
+            if not fed:
+                row.insert(0, token)
+        totals = [n + len(row) for n, row in zip(lengths, rows, strict=True)]
+        check_positions(totals, max_new_tokens, self.model.config.max_positions)
+        longest = max(n + len(row) for n, row in zip(counts, rows, strict=True))
+        with self._timed("prefill"):
+            self._move_to(self.buffers.prompt_cache(len(rows), longest + max_new_tokens))
+        self.rows.finished_B.fill_(False)
+        self._stopped.clear()
+        if self.eviction is None:
+            self._enter(rows, progress)
+            return
+        if any(len(row) > 1 for row in rows):
+            self._enter([row[:-1] for row in rows], progress)
+        self.rows.token_B.copy_(torch.tensor([row[-1] for row in rows]))
+        self._turn_step = 0
+        self._evict_to_budget(max_new_tokens)
+
+    def decode(
+        self,
+        max_new_tokens: int,
+        *,
+        sampling: Sampling = _GREEDY,
+        eos_token_ids: Sequence[int] | None = None,
+        stop: Stop | None = None,
+    ) -> Generation:
+        """Answer the conversation, or go on with an answer that ended by its length. Raises as `generate`
+        does."""
+        tokens: list[list[int]] = [[] for _ in self.stats.prompt_tokens]
+        for step in self._answer(max_new_tokens, sampling, eos_token_ids, stop, self._read_every(stop)):
+            for row, token in zip(tokens, step, strict=True):
+                if token != NO_TOKEN:
+                    row.append(token)
+        return Generation(tokens, self._finish_reasons(), self.stats)
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation to a safetensors file, from which `load` goes on exactly."""
+        saved.save(self, path)
+
+    def load(self, path: str | Path) -> None:
+        """Take over a conversation that `save` wrote. Raises ValueError where it is another model's or
+        rule's."""
+        saved.load(self, path)
+
+    # Its parts
+    # -------------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self.cache = None
+        self.stats = Stats([], [])
+        self._overfull = False  # the cache holds whole prompts, which the next step evicts to budget
+        self._logits_BV: Tensor | None = (
+            None  # of the last token fed, where none has been chosen from them yet
+        )
+        self._turn_step = 0  # decode steps of this turn: the refresh schedule's t
+        self._stopped: set[int] = set()  # rows that `stop` has ended
+
+    def _conversation(self) -> SlotCache:
+        if self.cache is None:
+            raise ValueError("no conversation yet: call generate, stream or prefill first")
+        return self.cache
+
+    def _rows_for(self, batch: int) -> Rows:
+        if batch not in self._rows_by_batch:
+            self._rows_by_batch[batch] = Rows(batch, self.model.device)
+        return self._rows_by_batch[batch]
+
+    def _read_every(self, stop: Stop | None) -> int:
+        return 1 if stop is not None or self.model.device.type == "cpu" else READ_EVERY
+
+    def _check_options(
+        self, max_new_tokens: int, sampling: Sampling, eos_token_ids: Sequence[int] | None
+    ) -> None:
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+
+    def _enter(self, rows: list[list[int]], progress: Progress | None) -> None:
+        """Put tokens behind those in the cache, which holds each row's oldest first; keeps the last one's
+        logits."""
+        cache = self._conversation()
+        with self._timed("prefill"):
+            hidden_BE = self._prefill.enter(
+                cache, rows, cache.count_B.tolist(), self.rows.position_B.tolist(), progress
+            )
+            self.rows.position_B.add_(torch.tensor([len(row) for row in rows], device=cache.device))
+            self.rows.fed_B.fill_(True)
+            self._logits_BV = self.model.head(hidden_BE)
+
+    def _move_to(self, target: SlotCache, keep_BN: Tensor | None = None) -> None:
+        """Go on in another cache, with all tokens or those marked. The decode cache alone keeps its
+        memory."""
+        cache = self._conversation()
+        keep_BN = cache.position_BN > EMPTY if keep_BN is None else keep_BN
+        target.budget_B.copy_(cache.budget_B)
+        target.take_from(cache, keep_BN, release=not self.buffers.is_decode_cache(cache))
+        self.cache = target
+
+    def _evict_to_budget(self, new_tokens: int = 0) -> None:
+        """The first step of a turn: feed each row's token, score, evict down to budget, and move to the
+        decode cache."""
+        cache = self._conversation()
+        with self._timed("first_step"):
+            filled = int(cache.free_B.max()) + 1
+            logits_BV, keep_BN = evicting_step(
+                self.model, cache, self.rows, self.method, self.aggregation, filled
+            )
+            slots = self.buffers.decode_slots(keep_BN.sum(-1).tolist(), cache.budget_B.tolist(), new_tokens)
+            self._move_to(self.buffers.decode_cache(self.stats.batch, slots), keep_BN)
+        self._logits_BV, self._overfull = logits_BV, False
+        self._turn_step += 1
+        self.stats.refreshes += 1
+
+    def _answer(
+        self,
+        max_new_tokens: int,
+        sampling: Sampling,
+        eos_token_ids: Sequence[int] | None,
+        stop: Stop | None,
+        read_every: int,
+    ) -> Iterator[list[int]]:
+        """Decode, one list of tokens a step, `NO_TOKEN` for a row that has ended. Reads them from the device
+        every `read_every` steps. However soon it ends, it leaves the cache evicted to budget."""
+        cache, rows = self._conversation(), self.rows
+        self._check_options(max_new_tokens, sampling, eos_token_ids)
+        check_positions(rows.position_B.tolist(), max_new_tokens, self.model.config.max_positions)
+        rows.configure(
+            sampling,
+            self.model.config.eos_token_ids if eos_token_ids is None else eos_token_ids,
+            self.model.config.vocab_size,
+        )
+        slots = self.buffers.decode_slots(cache.count_B.tolist(), cache.budget_B.tolist(), max_new_tokens)
+        with torch.no_grad():
+            if not self._overfull and cache.shape.slots < slots:
+                self._move_to(self.buffers.decode_cache(self.stats.batch, slots))
+        try:
+            yield from self._read(self._steps(max_new_tokens, sampling.greedy, read_every), stop)
+        except GeneratorExit:
+            self._settle(max_new_tokens)
+            raise
+        self._settle(max_new_tokens)
+
+    def _read(self, steps: Iterator[int], stop: Stop | None) -> Iterator[list[int]]:
+        answer: list[list[int]] = [[] for _ in range(self.stats.batch)]
+        for unread in steps:
+            with self._timed("decode"):
+                history = self.rows.read(unread)
+            for index, tokens in enumerate(history):
+                if all(token == NO_TOKEN for token in tokens):
+                    self._uncount(unread - index)
+                    return
+                self._end_rows(answer, tokens, stop)
+                yield tokens
+
+    @torch.no_grad()
+    def _settle(self, new_tokens: int) -> None:
+        """After an answer: an answer of one token has not evicted yet. Then the stats."""
+        if self._overfull:
+            self._evict_to_budget(new_tokens)
+        self._finish_stats()
+
+    @torch.no_grad()
+    def _steps(self, max_new_tokens: int, greedy: bool, read_every: int) -> Iterator[int]:
+        """Run the steps of an answer; yields how many were run since the last time, when they are to be
+        read."""
+        unread, rows = 0, self.rows
+        if bool(rows.finished_B.all()):
+            return
+        for index in range(max_new_tokens):
+            if self._logits_BV is None and self._overfull:
+                self._evict_to_budget(max_new_tokens)
+            if self._logits_BV is not None:
+                rows.choose(self._logits_BV, greedy=greedy)
+                self._logits_BV = None
+            else:
+                self._decode_step(greedy)
+            unread += 1
+            if unread == read_every or index == max_new_tokens - 1:
+                yield unread
+                unread = 0
+                if bool(rows.finished_B.all()):
+                    return
+
+    def _decode_step(self, greedy: bool) -> None:
+        cache = self._conversation()
+        self._turn_step += 1
+        refresh = self._refreshes()
+        with self._timed("decode"):
+            self.graphs.run(
+                ("decode", cache.shape, refresh, greedy),
+                decode_step,
+                self.model,
+                cache,
+                self.rows,
+                self.method,
+                self.aggregation,
+                refresh=refresh,
+                greedy=greedy,
+            )
+        self.stats.decode_steps += 1
+        self.stats.refreshes += refresh
+
+    def _uncount(self, steps: int) -> None:
+        """Take back from the counts the last steps, which ran after every row had ended and so changed
+        nothing."""
+        for _ in range(steps):
+            self.stats.decode_steps -= 1
+            self.stats.refreshes -= self._refreshes()
+            self._turn_step -= 1
+
+    def _refreshes(self) -> bool:
+        return self.eviction is not None and self.eviction.refreshes_at(self._turn_step)
+
+    def _end_rows(self, answer: list[list[int]], tokens: list[int], stop: Stop | None) -> None:
+        """Append a step's tokens to the rows' answers, and end those rows where `stop` says so."""
+        for row, token in enumerate(tokens):
+            if token == NO_TOKEN:
+                continue
+            answer[row].append(token)
+            if stop is not None and stop(row, answer[row]):
+                self.rows.finished_B[row] = True
+                self._stopped.add(row)
+
+    def _finish_reasons(self) -> list[FinishReason]:
+        finished = self.rows.finished_B.tolist()
+        return [
+            "stop" if row in self._stopped else "eos" if ended else "length"
+            for row, ended in enumerate(finished)
+        ]
+
+    def _finish_stats(self) -> None:
+        cache, stats = self._conversation(), self.stats
+        stats.sequence_tokens = self.rows.position_B.tolist()
+        stats.kept_tokens = cache.count_B.tolist()
+        stats.evictions = self.rows.evictions_B.tolist()
+        stats.cache_bytes = cache.allocated_bytes
+        full = self.buffers.shape(stats.batch, bucket(max(stats.sequence_tokens) + 1))
+        stats.full_cache_bytes = full.nbytes(cache.dtype)
+        stats.graphs = replace(self.graphs.stats)
+
+    @contextmanager
+    def _timed(self, part: Literal["prefill", "first_step", "decode"]) -> Iterator[None]:
+        """Add the time of a block to the stats, without what it spent on compiling."""
+        start, compiled = time.perf_counter(), self.graphs.stats.seconds
+        yield
+        if part != "decode" and self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        compiled = self.graphs.stats.seconds - compiled
+        self.stats.seconds.compile += compiled
+        elapsed = time.perf_counter() - start - compiled
+        setattr(self.stats.seconds, part, getattr(self.stats.seconds, part) + elapsed)

@@ -1,0 +1,73 @@
+"""Compiled passes: one graph a buffer shape and variant, owned here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.compile_fx import compile_fx
+
+
+@dataclass
+class GraphStats:
+    """What was compiled: graphs, graph breaks, recompiles, and the seconds that first calls took."""
+
+    compiled: int = 0
+    breaks: int = 0
+    recompiles: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Graphs:
+    """Compiled passes by key. With `enabled=False` functions run as they are."""
+
+    enabled: bool
+    device: torch.device
+    stats: GraphStats = field(default_factory=GraphStats)
+    _passes: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
+
+    def run(self, key: Hashable, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
+        """`function(*args, **static)` as one graph. The key must tell apart all shapes and all of
+        `static`."""
+        if not self.enabled:
+            return function(*args, **static)
+        if self.device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        if key in self._passes:
+            return self._passes[key](*args)
+        self._passes[key] = compiled = self._compile(function, static)
+        start, breaks = time.perf_counter(), counters["graph_break"].total()
+        result = compiled(*args)
+        self.stats.seconds += time.perf_counter() - start
+        self.stats.breaks += counters["graph_break"].total() - breaks
+        return result
+
+    def _compile(self, function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
+        graphs = 0
+
+        def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+            nonlocal graphs
+            graphs += 1
+            self.stats.compiled += 1
+            self.stats.recompiles += graphs > 1
+            return compile_fx(
+                module, inputs, config_patches={"triton.cudagraphs": self.device.type == "cuda"}
+            )
+
+        return torch.compile(_own(function, static), fullgraph=True, dynamic=False, backend=backend)
+
+
+def _own(function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
+    """A function with a code object of its own. All shapes of one code object count as its recompiles, of
+    which the compiler allows eight in a process before `fullgraph` makes the ninth an error."""
+
+    def step(*args: Any) -> Any:
+        return function(*args, **static)
+
+    return FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)

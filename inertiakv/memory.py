@@ -1,0 +1,40 @@
+"""How much memory a request needs, asked before any work is done."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that can still be allocated on a device, None where the system does not say."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def require(parts: dict[str, int], device: torch.device) -> None:
+    """Raise MemoryError, saying how much each of `parts` (bytes) takes, where they exceed what is
+    available."""
+    available, needed = available_bytes(device), sum(parts.values())
+    if available is not None and needed > available:
+        listing = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+        raise MemoryError(
+            f"needs {gib(needed)} on {device} ({listing}), but only {gib(available)} are available"
+        )
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

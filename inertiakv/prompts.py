@@ -1,0 +1,44 @@
+"""Checks of what users hand in, before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+Prompts = Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
+
+
+def is_single(prompts: Prompts) -> bool:
+    """Whether this is one prompt, a flat sequence of token ids, and not a batch."""
+    if isinstance(prompts, Tensor):
+        return prompts.dim() == 1
+    return len(prompts) > 0 and isinstance(prompts[0], int)
+
+
+def to_rows(prompts: Prompts, vocab_size: int, what: str = "prompt") -> list[list[int]]:
+    """Prompts as one list of token ids a row. Raises ValueError for one that is empty or has an unknown
+    id."""
+    batch = [prompts] if is_single(prompts) else prompts
+    rows = [[int(token) for token in row] for row in batch]  # type: ignore[union-attr,arg-type]
+    if not rows:
+        raise ValueError(f"no {what}s: the batch is empty")
+    for index, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"{what} {index} has no tokens")
+        wrong = next((token for token in row if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"{what} {index} has token id {wrong}, outside the vocabulary of {vocab_size}")
+    return rows
+
+
+def check_positions(lengths: Sequence[int], new_tokens: int, max_positions: int) -> None:
+    """Raise ValueError where a row would outgrow the positions that the model knows."""
+    longest = max(lengths)
+    if longest > max_positions:
+        raise ValueError(f"{longest} tokens are more than the model's {max_positions} positions")
+    if longest + new_tokens > max_positions:
+        raise ValueError(
+            f"{longest} tokens and {new_tokens} new ones exceed the model's {max_positions} positions; "
+            f"at most {max_positions - longest} new tokens fit"
+        )

@@ -1,0 +1,56 @@
+"""What the method asks of a model. `models.Transformer` is one; any module that offers this can be decoded.
+
+Shape letters: B batch, T query tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Sizes(Protocol):
+    """The sizes of a model. `windows` has one entry a layer, None for full attention."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+class LanguageModel(Protocol):
+    """A decoder-only model that leaves attention to a cache: in every layer, after RoPE, it calls
+    `cache.attend(layer, q_BHTD, k_BGTD, v_BGTD, window=..., scale=...)`, and it knows nothing else of it."""
+
+    @property
+    def config(self) -> Sizes: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def __call__(self, tokens_BT: Tensor, positions_BT: Tensor, cache: Any) -> Tensor:
+        """Hidden states after the final norm, [B, T, E]. A padding token has position -1."""
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits, [..., E] to [..., V]."""
+        ...

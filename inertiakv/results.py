@@ -1,0 +1,62 @@
+"""What a generation hands back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .graphs import GraphStats
+
+FinishReason = Literal["eos", "stop", "length"]
+
+
+@dataclass
+class Seconds:
+    """Wall-clock seconds. `compile` is what first calls of graphs took, and in none of the others."""
+
+    compile: float = 0.0
+    prefill: float = 0.0
+    first_step: float = 0.0
+    decode: float = 0.0
+
+
+@dataclass
+class Stats:
+    """What a generation did. Lists have one entry a row; counts are since the prompt, over all turns."""
+
+    prompt_tokens: list[int]
+    budgets: list[int | None]
+    """Tokens each row may keep, None for the full cache."""
+    sequence_tokens: list[int] = field(default_factory=list)
+    """Tokens that went through the cache, evicted or not."""
+    kept_tokens: list[int] = field(default_factory=list)
+    """Tokens that the cache holds now, never more than the budget."""
+    evictions: list[int] = field(default_factory=list)
+    refreshes: int = 0
+    decode_steps: int = 0
+    """Steps run from the compiled loop, without the first one."""
+    cache_bytes: int = 0
+    """Bytes of K and V as allocated now."""
+    full_cache_bytes: int = 0
+    """Bytes that K and V of the full cache would take, allocated the same way."""
+    seconds: Seconds = field(default_factory=Seconds)
+    graphs: GraphStats = field(default_factory=GraphStats)
+
+    @property
+    def batch(self) -> int:
+        return len(self.prompt_tokens)
+
+    @property
+    def evicted(self) -> bool:
+        """Whether anything was evicted at all."""
+        return any(self.evictions)
+
+
+@dataclass
+class Generation:
+    """Generated tokens and why each row ended. `tokens` includes the end-of-sequence id where one was
+    chosen."""
+
+    tokens: list[list[int]]
+    finish_reasons: list[FinishReason]
+    stats: Stats

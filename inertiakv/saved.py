@@ -1,0 +1,99 @@
+"""A conversation as a safetensors file.
+
+The tensors are the buffers of the cache and of the rows as they are, so that going on from them is exact; the
+metadata says what they belong to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .results import Seconds, Stats
+from .rows import Rows
+
+if TYPE_CHECKING:
+    from .decoder import Decoder
+
+FORMAT = "inertiakv conversation 1"
+
+
+def save(decoder: Decoder, path: str | Path) -> None:
+    """Write a decoder's conversation. Raises ValueError where there is none."""
+    cache = decoder._conversation()
+    tensors = {f"cache.{name}": tensor for name, tensor in cache.state_dict().items()}
+    tensors |= {f"rows.{name}": tensor for name, tensor in decoder.rows.state_dict().items()}
+    if decoder._logits_BV is not None:
+        tensors["logits"] = decoder._logits_BV
+    stats = dataclasses.asdict(decoder.stats)
+    stats.pop("graphs")
+    state = {
+        **_identity(decoder),
+        "slots": cache.shape.slots,
+        "overfull": decoder._overfull,
+        "turn_step": decoder._turn_step,
+        "stopped": sorted(decoder._stopped),
+        "stats": stats,
+    }
+    save_file(
+        {name: t.contiguous() for name, t in tensors.items()},
+        path,
+        {"format": FORMAT, "state": json.dumps(state)},
+    )
+
+
+def load(decoder: Decoder, path: str | Path) -> None:
+    """Put a saved conversation in the place of a decoder's own. Raises ValueError for a file that is none, or
+    that another model, dtype or eviction rule made; then the decoder's own conversation stays."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no saved conversation at {path}")
+    try:
+        with safe_open(path, "pt", device=str(decoder.model.device)) as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"{path} is no saved conversation ({FORMAT!r} expected)")
+            state = json.loads(metadata["state"])
+            for name, ours in _identity(decoder).items():
+                if state[name] != ours:
+                    raise ValueError(f"{path} was saved with {name} {state[name]}, this decoder has {ours}")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no readable safetensors file: {error}") from error
+    _restore(decoder, state, tensors)
+
+
+def _restore(decoder: Decoder, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    stats = state["stats"]
+    decoder._forget()
+    decoder.stats = Stats(**{**stats, "seconds": Seconds(**stats["seconds"])})
+    batch, slots = decoder.stats.batch, state["slots"]
+    if state["overfull"]:
+        cache = decoder.buffers.prompt_cache(batch, slots - 1)
+    else:
+        cache = decoder.buffers.decode_cache(batch, slots)
+    cache.allocate()
+    rows: Rows = decoder._rows_for(batch)
+    with torch.no_grad():
+        for prefix, module in (("cache.", cache), ("rows.", rows)):
+            for name, buffer in module.state_dict().items():
+                buffer.copy_(tensors[prefix + name])
+    decoder.cache, decoder.rows, decoder._logits_BV = cache, rows, tensors.get("logits")
+    decoder._overfull, decoder._turn_step = state["overfull"], state["turn_step"]
+    decoder._stopped = set(state["stopped"])
+
+
+def _identity(decoder: Decoder) -> dict[str, Any]:
+    """What a conversation cannot do without: the sizes of the model, its dtype, the eviction rule."""
+    config = decoder.model.config
+    sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
+    return {
+        "model": {name: getattr(config, name) for name in sizes},
+        "dtype": str(decoder.model.dtype),
+        "eviction": None if decoder.eviction is None else dataclasses.asdict(decoder.eviction),
+    }

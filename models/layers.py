@@ -1,0 +1,115 @@
+"""The layers that every family shares.
+
+Shapes: B batch, T query tokens, H query heads, G KV heads, D head dim, E hidden size, F MLP intermediate size,
+I and O a linear layer's inputs and outputs.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import ModelConfig
+from .rope import rotate
+
+Rotation = tuple[Tensor, Tensor]
+
+
+class Cache(Protocol):
+    """All that a model asks of a cache."""
+
+    def attend(
+        self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int | None, scale: float
+    ) -> Tensor:
+        """Writes k and v, attends over everything visible and returns the output [B, H, T, D]."""
+        ...
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, norms and softmax: float32, float64 for a float64 model."""
+    return torch.promote_types(torch.float32, dtype)
+
+
+def empty(*shape: int) -> nn.Parameter:
+    """A parameter without gradient, to be filled from a checkpoint."""
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x [..., I] -> [..., O] in x's dtype."""
+    if torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]:
+        # One row is bound by reading the weights, and the compiler's own loop reads them about twice as fast as the
+        # library's matrix product.
+        y_O = (weight_OI * x.reshape(-1)).sum(-1, dtype=statistics_dtype(x.dtype))
+        y_O = y_O if bias_O is None else y_O + bias_O
+        return y_O.to(x.dtype).reshape(*x.shape[:-1], -1)
+    return F.linear(x, weight_OI, bias_O)
+
+
+class Linear(nn.Module):
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = empty(outputs, inputs)
+        self.bias = empty(outputs) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = empty(vocab_size, hidden_size)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return F.embedding(tokens_BT, self.weight)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = empty(size)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(statistics_dtype(x.dtype))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.window = config.windows[index]
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, queries, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.o_proj = Linear(queries, config.hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x_BTE: Tensor, rotary: Rotation, cache: Cache) -> Tensor:
+        def heads(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (-1, self.head_dim))
+
+        q_BHTD = rotate(self.q_norm(heads(self.q_proj(x_BTE))).transpose(1, 2), rotary)
+        k_BGTD = rotate(self.k_norm(heads(self.k_proj(x_BTE))).transpose(1, 2), rotary)
+        v_BGTD = heads(self.v_proj(x_BTE)).transpose(1, 2)
+        out_BHTD = cache.attend(self.index, q_BHTD, k_BGTD, v_BGTD, window=self.window, scale=self.scale)
+        return self.o_proj(out_BHTD.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size)
+        self.up_proj = Linear(hidden_size, intermediate_size)
+        self.down_proj = Linear(intermediate_size, hidden_size)
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTE)) * self.up_proj(x_BTE))

@@ -1,0 +1,167 @@
+"""Rotary position embedding: parameters from config.json, frequencies, rotation.
+
+Shapes: B batch, T query tokens, H heads (query or KV), D head dim, R = D / 2 rotated pairs.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Keys of the rope dictionary that each type understands, beside the ones that every type has.
+_COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"})
+_TYPE_KEYS = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+    "yarn": frozenset(
+        {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+        | {"mscale", "mscale_all_dim", "truncate"}
+    ),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """RoPE of one model. `attention_factor` multiplies cos and sin; the fields a type does not use keep defaults."""
+
+    type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "RopeConfig":
+        """Reads the RoPE part of a config.json, in either spelling: `rope_parameters`, which holds theta too, or
+        `rope_scaling` beside `rope_theta`.
+
+        Raises ValueError for a type, key or value that is not understood.
+        """
+        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind not in _TYPE_KEYS:
+            raise ValueError(f"RoPE type {kind!r} is not supported; supported: {', '.join(_TYPE_KEYS)}")
+        for key, value in rope.items():
+            if value is not None and key not in _COMMON_KEYS | _TYPE_KEYS[kind]:
+                raise ValueError(f"RoPE parameter {key!r} ({value!r}) is not understood for RoPE type {kind!r}")
+        partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+        if partial != 1.0:
+            raise ValueError(f"partial_rotary_factor {partial} is not supported: every head dim is rotated")
+
+        def number(key: str, default: float | None = None) -> float:
+            value = default if rope.get(key) is None else rope[key]
+            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+                raise ValueError(f"RoPE type {kind!r} needs a positive number {key!r}, got {value!r}")
+            return float(value)
+
+        theta = number("rope_theta", raw.get("rope_theta") or 10000.0)
+        if kind in ("default", "linear", "dynamic"):
+            return cls(kind, theta, factor=1.0 if kind == "default" else number("factor"))
+
+        limit = raw["max_position_embeddings"]
+        original = int(
+            number("original_max_position_embeddings", raw.get("original_max_position_embeddings") or limit)
+        )
+        if kind == "llama3":
+            low, high = number("low_freq_factor"), number("high_freq_factor")
+            if high <= low:
+                raise ValueError(f"RoPE high_freq_factor {high} must be above low_freq_factor {low}")
+            return cls(kind, theta, number("factor"), original, low, high)
+
+        factor = number("factor", limit / original)
+        return cls(
+            kind,
+            theta,
+            factor,
+            original,
+            attention_factor=number("attention_factor", _yarn_attention_factor(factor, rope)),
+            beta_fast=number("beta_fast", 32.0),
+            beta_slow=number("beta_slow", 1.0),
+            truncate=bool(rope.get("truncate", True)),
+        )
+
+
+def _yarn_attention_factor(factor: float, rope: Mapping[str, Any]) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Angle per position of each rotated pair: float32 [R], computed in float64 and rounded once."""
+    inv_freq_R = rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+    if rope.type == "linear":
+        inv_freq_R = inv_freq_R / rope.factor
+    elif rope.type == "llama3":
+        inv_freq_R = _llama3(rope, inv_freq_R)
+    elif rope.type == "yarn":
+        inv_freq_R = _yarn(rope, inv_freq_R, head_dim)
+    # Dynamic NTK changes the base only for sequences beyond the trained length: up to there it is the default.
+    return inv_freq_R.to(torch.float32)
+
+
+def _llama3(rope: RopeConfig, inv_freq_R: Tensor) -> Tensor:
+    # Turns over the original length: few turns are stretched by the factor, many are left alone, a ramp between.
+    turns_R = rope.original_max_positions * inv_freq_R / (2 * math.pi)
+    keep_R = (turns_R - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep_R = keep_R.clamp(0, 1)
+    return keep_R * inv_freq_R + (1 - keep_R) * inv_freq_R / rope.factor
+
+
+def _yarn(rope: RopeConfig, inv_freq_R: Tensor, head_dim: int) -> Tensor:
+    def pair_with(turns: float) -> float:
+        length = rope.original_max_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(length) / (2 * math.log(rope.theta))
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    span = (high - low) or 0.001
+    stretch_R = ((torch.arange(head_dim // 2, dtype=torch.float64, device="cpu") - low) / span).clamp(0, 1)
+    return stretch_R * inv_freq_R / rope.factor + (1 - stretch_R) * inv_freq_R
+
+
+class Rotary(nn.Module):
+    """cos and sin of every position, made once a forward pass and shared by all layers."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        super().__init__()
+        self.attention_factor = rope.attention_factor
+        self.inv_freq_R = inverse_frequencies(rope, head_dim)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
+        # Follow the model to its device, never to its dtype: in bfloat16 the phases of neighbouring positions beyond
+        # 256 coincide. The frequencies are no buffer, so that nothing else can cast them or leave them on meta.
+        device = fn(torch.empty(0, device=self.inv_freq_R.device)).device
+        if device.type != "meta":
+            self.inv_freq_R = self.inv_freq_R.to(device)
+        return self
+
+    def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin, each [B, T, R] in `dtype` (float32 or float64); a padding position (-1) is taken as 0."""
+        phase_BTR = positions_BT.clamp(min=0).to(dtype)[..., None] * self.inv_freq_R.to(dtype)
+        return phase_BTR.cos() * self.attention_factor, phase_BTR.sin() * self.attention_factor
+
+
+def rotate(x_BHTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates pair (i, i + R) of every head; computed in the dtype of cos and sin, returned in x's."""
+    cos_B1TR, sin_B1TR = rotary[0][:, None], rotary[1][:, None]
+    a_BHTR, b_BHTR = x_BHTD.to(cos_B1TR.dtype).chunk(2, dim=-1)
+    rotated = (a_BHTR * cos_B1TR - b_BHTR * sin_B1TR, b_BHTR * cos_B1TR + a_BHTR * sin_B1TR)
+    return torch.cat(rotated, dim=-1).to(x_BHTD.dtype)

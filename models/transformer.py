@@ -1,0 +1,71 @@
+"""The decoder that all families are: embedding, layers, final norm, vocabulary head.
+
+Shapes: B batch, T query tokens, E hidden size, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .config import ModelConfig
+from .layers import MLP, Attention, Cache, Embedding, Linear, RMSNorm, Rotation, linear, statistics_dtype
+from .moe import SparseMLP
+from .rope import Rotary
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, index)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.moe is not None and config.moe.sparse[index]:
+            self.mlp: nn.Module = SparseMLP(config.hidden_size, config.moe)
+        else:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x_BTE: Tensor, rotary: Rotation, cache: Cache) -> Tensor:
+        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), rotary, cache)
+        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
+
+
+class Transformer(nn.Module):
+    """A language model for decoding only. Its modules are named as the tensors of a checkpoint are.
+
+    The parameters are not initialised: fill them from a checkpoint (`load_checkpoint`) or yourself.
+    """
+
+    source = "made in memory"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = Rotary(config.rope, config.head_dim)
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.eval()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, cache: Cache) -> Tensor:
+        """Hidden states after the final norm, [B, T, E] in the model's dtype.
+
+        tokens_BT, positions_BT: int64 [B, T]. Positions are those of the whole sequence, whatever the cache still
+        holds; a padding token has position -1 and its result means nothing.
+        """
+        x_BTE = self.embed_tokens(tokens_BT)
+        rotary = self.rotary(positions_BT, statistics_dtype(x_BTE.dtype))
+        for layer in self.layers:
+            x_BTE = layer(x_BTE, rotary, cache)
+        return self.norm(x_BTE)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states: [..., E] -> [..., V] in the model's dtype."""
+        return linear(hidden, (self.lm_head or self.embed_tokens).weight)
