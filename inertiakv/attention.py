@@ -77,14 +77,16 @@ def dense_chunk(
     query_BT: Tensor,
     window: int | None,
     scale: float,
+    end_slot: int,
 ) -> Tensor:
-    """Attention of a chunk of queries, a block at a time. The keys must end with the chunk's own tokens, in
-    order: a block leaves out those that come after it."""
+    """Attention of a chunk of queries, a block at a time. The chunk's own tokens must lie in order in the
+    slots before `end_slot` (in the row where they reach furthest): a block leaves out those that come after
+    it."""
     total, slots = q_BHTD.shape[2], k_BGND.shape[2]
     blocks = []
     for start in range(0, total, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, total)
-        keys = slots - (total - end)
+        keys = min(slots, end_slot - (total - end))
         seen_BTN = visible(position_BN[:, :keys], query_BT[:, start:end], window)
         # Query heads of a KV head are laid side by side as more queries, which leaves K and V unexpanded.
         q_BGMD = rearrange(q_BHTD[:, :, start:end], "b (g r) t d -> b g (r t) d", g=k_BGND.shape[1])
@@ -155,7 +157,8 @@ def flex_step(
         return_aux=AuxRequest(lse=True),
     )
     logits_BGRN = _logits(q_BHD, k_BGND, visible_BN, scale)
-    assert isinstance(out_BHTD, Tensor) and aux.lse is not None
+    assert isinstance(out_BHTD, Tensor)
+    assert aux.lse is not None
     lse_BGR1 = rearrange(aux.lse, "b (g r) 1 -> b g r 1", g=k_BGND.shape[1])
     weights_BGRN = torch.exp(logits_BGRN - torch.where(lse_BGR1 == -torch.inf, 0.0, lse_BGR1))
     return out_BHTD[:, :, 0], weights_BGRN

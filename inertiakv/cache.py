@@ -75,14 +75,13 @@ class LayerCache(nn.Module):
         self.k_BGND[row_B1, :, slots_BT] = k_BGTD.transpose(1, 2)
         self.v_BGND[row_B1, :, slots_BT] = v_BGTD.transpose(1, 2)
 
-    def fill_from(self, source: LayerCache, slots_BK: Tensor) -> None:
-        """Copy `source`'s slots `slots_BK` into the first K slots and zero the others. Works row by row, so
-        that the only memory it takes beyond its own is one row's kept tokens."""
-        kept = slots_BK.shape[1]
+    def fill_from(self, source: LayerCache, slots_BK: Tensor, counts: list[int]) -> None:
+        """Copy the first `counts[b]` of `source`'s slots `slots_BK` into row b's first slots and zero the
+        others. Row by row, so that the only memory it takes beyond its own is one row's kept tokens."""
         for mine_BGND, theirs_BGND in ((self.k_BGND, source.k_BGND), (self.v_BGND, source.v_BGND)):
-            mine_BGND[:, :, kept:] = 0
-            for row, slots_K in enumerate(slots_BK):
-                mine_BGND[row, :, :kept] = theirs_BGND[row, :, slots_K]
+            for row, kept in enumerate(counts):
+                mine_BGND[row, :, :kept] = theirs_BGND[row, :, slots_BK[row, :kept]]
+                mine_BGND[row, :, kept:] = 0
 
 
 class SlotCache(nn.Module):
@@ -171,7 +170,8 @@ class SlotCache(nn.Module):
         then no more than one layer of this cache is ever held beside the source.
         """
         count_B = keep_BN.sum(-1)
-        kept = int(count_B.max())
+        counts = count_B.tolist()
+        kept = max(counts)
         assert kept < self.shape.slots, f"{kept} tokens and the next one in {self.shape.slots} slots"
         age_BN = torch.where(keep_BN, source.position_BN, torch.iinfo(torch.int32).max)
         slots_BK = age_BN.argsort(-1)[:, :kept]
@@ -184,6 +184,6 @@ class SlotCache(nn.Module):
         self.free_B.copy_(count_B)
         for mine, theirs in zip(self.layers, source.layers, strict=True):
             mine.allocate()
-            mine.fill_from(theirs, slots_BK)
+            mine.fill_from(theirs, slots_BK, counts)
             if release:
                 theirs.release()

@@ -5,6 +5,7 @@ Shape letters: B batch, T query tokens, V vocabulary, N slots.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +25,10 @@ from .config import EvictionConfig
 from .eviction import EMPTY
 from .graphs import Graphs
 from .prefill import Prefill, Progress
-from .prompts import Prompts, check_positions, is_single, to_rows
+from .prompts import Prompts, check_positions, count_rows, is_single, to_rows
 from .protocol import LanguageModel
 from .results import FinishReason, Generation, Stats
-from .rows import NO_TOKEN, READ_EVERY, Rows
+from .rows import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, Rows
 from .sampling import Sampling
 from .steps import Method, decode_step, evicting_step
 
@@ -78,9 +79,6 @@ class Decoder:
         self.cache: SlotCache | None
         self._forget()
 
-    # A conversation
-    # --------------------------------------------------------------------------------------------------
-
     def generate(
         self,
         prompts: Prompts,
@@ -98,7 +96,7 @@ class Decoder:
         prompt tokens done and in all. Raises, before any work, ValueError for prompts, lengths or options
         that cannot be, and MemoryError with an estimate where the caches do not fit.
         """
-        self._check_options(max_new_tokens, sampling, eos_token_ids)
+        self._check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
         self.prefill(prompts, max_new_tokens=max_new_tokens, progress=progress)
         return self.decode(max_new_tokens, sampling=sampling, eos_token_ids=eos_token_ids, stop=stop)
 
@@ -114,7 +112,7 @@ class Decoder:
     ) -> Iterator[int | list[int | None]]:
         """As `generate`, token by token: an int for one prompt, and for a batch a list with None where a row
         has ended. `decoder.stats` tells the rest afterwards."""
-        self._check_options(max_new_tokens, sampling, eos_token_ids)
+        self._check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
         self.prefill(prompts, max_new_tokens=max_new_tokens, progress=progress)
         single = is_single(prompts)
         for tokens in self._answer(max_new_tokens, sampling, eos_token_ids, stop, read_every=1):
@@ -198,7 +196,7 @@ class Decoder:
             for row, token in zip(tokens, step, strict=True):
                 if token != NO_TOKEN:
                     row.append(token)
-        return Generation(tokens, self._finish_reasons(), self.stats)
+        return Generation(tokens, self._finish_reasons(), copy.deepcopy(self.stats))
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a safetensors file, from which `load` goes on exactly."""
@@ -208,9 +206,6 @@ class Decoder:
         """Take over a conversation that `save` wrote. Raises ValueError where it is another model's or
         rule's."""
         saved.load(self, path)
-
-    # Its parts
-    # -------------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
         self.cache = None
@@ -236,10 +231,16 @@ class Decoder:
         return 1 if stop is not None or self.model.device.type == "cpu" else READ_EVERY
 
     def _check_options(
-        self, max_new_tokens: int, sampling: Sampling, eos_token_ids: Sequence[int] | None
-    ) -> None:
+        self, rows: int, max_new_tokens: int, sampling: Sampling, eos_token_ids: Sequence[int] | None
+    ) -> Sequence[int]:
+        """Raise ValueError for options that cannot be; the ids that end a row."""
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        sampling.seeds(rows)
+        eos = self.model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
+        if len(eos) > MAX_EOS_IDS:
+            raise ValueError(f"{len(eos)} end-of-sequence ids; at most {MAX_EOS_IDS} are supported")
+        return eos
 
     def _enter(self, rows: list[list[int]], progress: Progress | None) -> None:
         """Put tokens behind those in the cache, which holds each row's oldest first; keeps the last one's
@@ -288,13 +289,9 @@ class Decoder:
         """Decode, one list of tokens a step, `NO_TOKEN` for a row that has ended. Reads them from the device
         every `read_every` steps. However soon it ends, it leaves the cache evicted to budget."""
         cache, rows = self._conversation(), self.rows
-        self._check_options(max_new_tokens, sampling, eos_token_ids)
+        eos = self._check_options(self.stats.batch, max_new_tokens, sampling, eos_token_ids)
         check_positions(rows.position_B.tolist(), max_new_tokens, self.model.config.max_positions)
-        rows.configure(
-            sampling,
-            self.model.config.eos_token_ids if eos_token_ids is None else eos_token_ids,
-            self.model.config.vocab_size,
-        )
+        rows.configure(sampling, eos, self.model.config.vocab_size)
         slots = self.buffers.decode_slots(cache.count_B.tolist(), cache.budget_B.tolist(), max_new_tokens)
         with torch.no_grad():
             if not self._overfull and cache.shape.slots < slots:
@@ -306,14 +303,14 @@ class Decoder:
             raise
         self._settle(max_new_tokens)
 
-    def _read(self, steps: Iterator[int], stop: Stop | None) -> Iterator[list[int]]:
+    def _read(self, steps: Iterator[list[bool | None]], stop: Stop | None) -> Iterator[list[int]]:
         answer: list[list[int]] = [[] for _ in range(self.stats.batch)]
         for unread in steps:
             with self._timed("decode"):
-                history = self.rows.read(unread)
+                history = self.rows.read(len(unread))
             for index, tokens in enumerate(history):
                 if all(token == NO_TOKEN for token in tokens):
-                    self._uncount(unread - index)
+                    self._uncount(unread[index:])
                     return
                 self._end_rows(answer, tokens, stop)
                 yield tokens
@@ -326,31 +323,32 @@ class Decoder:
         self._finish_stats()
 
     @torch.no_grad()
-    def _steps(self, max_new_tokens: int, greedy: bool, read_every: int) -> Iterator[int]:
-        """Run the steps of an answer; yields how many were run since the last time, when they are to be
-        read."""
-        unread, rows = 0, self.rows
-        if bool(rows.finished_B.all()):
+    def _steps(self, max_new_tokens: int, greedy: bool, read_every: int) -> Iterator[list[bool | None]]:
+        """Run the steps of an answer; yields those whose tokens are to be read now. A step is named by
+        whether it refreshed, None where it only chose a token from logits that were there."""
+        unread: list[bool | None] = []
+        if bool(self.rows.finished_B.all()):
             return
         for index in range(max_new_tokens):
             if self._logits_BV is None and self._overfull:
                 self._evict_to_budget(max_new_tokens)
             if self._logits_BV is not None:
-                rows.choose(self._logits_BV, greedy=greedy)
+                self.rows.choose(self._logits_BV, greedy=greedy)
                 self._logits_BV = None
+                unread.append(None)
             else:
-                self._decode_step(greedy)
-            unread += 1
-            if unread == read_every or index == max_new_tokens - 1:
+                unread.append(self._decode_step(greedy))
+            if len(unread) == read_every or index == max_new_tokens - 1:
                 yield unread
-                unread = 0
-                if bool(rows.finished_B.all()):
+                unread = []
+                if bool(self.rows.finished_B.all()):
                     return
 
-    def _decode_step(self, greedy: bool) -> None:
+    def _decode_step(self, greedy: bool) -> bool:
+        """One step of the compiled loop; whether it refreshed."""
         cache = self._conversation()
         self._turn_step += 1
-        refresh = self._refreshes()
+        refresh = self.eviction is not None and self.eviction.refreshes_at(self._turn_step)
         with self._timed("decode"):
             self.graphs.run(
                 ("decode", cache.shape, refresh, greedy),
@@ -365,17 +363,16 @@ class Decoder:
             )
         self.stats.decode_steps += 1
         self.stats.refreshes += refresh
+        return refresh
 
-    def _uncount(self, steps: int) -> None:
-        """Take back from the counts the last steps, which ran after every row had ended and so changed
+    def _uncount(self, steps: list[bool | None]) -> None:
+        """Take back from the counts the last steps, which ran after every row had ended and changed
         nothing."""
-        for _ in range(steps):
-            self.stats.decode_steps -= 1
-            self.stats.refreshes -= self._refreshes()
-            self._turn_step -= 1
-
-    def _refreshes(self) -> bool:
-        return self.eviction is not None and self.eviction.refreshes_at(self._turn_step)
+        for refreshed in steps:
+            if refreshed is not None:
+                self.stats.decode_steps -= 1
+                self.stats.refreshes -= refreshed
+                self._turn_step -= 1
 
     def _end_rows(self, answer: list[list[int]], tokens: list[int], stop: Stop | None) -> None:
         """Append a step's tokens to the rows' answers, and end those rows where `stop` says so."""

@@ -9,8 +9,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
-from torch._inductor.compile_fx import compile_fx
 
 
 @dataclass
@@ -42,6 +40,8 @@ class Graphs:
         if key in self._passes:
             return self._passes[key](*args)
         self._passes[key] = compiled = self._compile(function, static)
+        from torch._dynamo.utils import counters  # imported late: the compiler takes seconds to import
+
         start, breaks = time.perf_counter(), counters["graph_break"].total()
         result = compiled(*args)
         self.stats.seconds += time.perf_counter() - start
@@ -49,6 +49,8 @@ class Graphs:
         return result
 
     def _compile(self, function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
         graphs = 0
 
         def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

@@ -65,7 +65,7 @@ class Prefill:
                 # Padding lands in a slot that the row has not reached, the last one at most, which no prompt
                 # fills.
                 (slot_B1 + offset_T).clamp_max(cache.shape.slots - 1),
-                filled=min(max(slots) + start + width, cache.shape.slots),
+                end_slot=max(slots) + start + width,
             )
             index_B = (length_B - 1 - start).clamp(0, hidden_BTE.shape[1] - 1)
             ends_B1 = ((length_B > start) & (length_B <= start + width))[:, None]
@@ -83,10 +83,10 @@ class Prefill:
         return min(self.chunk, bucket(width)) if self.method.backend == "flex" else width
 
     def _run(
-        self, cache: SlotCache, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, *, filled: int
+        self, cache: SlotCache, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, *, end_slot: int
     ) -> Tensor:
         args = (self.model, cache, self.method, tokens_BT, positions_BT, slots_BT)
         if self.method.backend == "dense":
-            return chunk_step(*args, filled)
+            return chunk_step(*args, end_slot)
         key = ("prefill", cache.shape, tokens_BT.shape)
         return self.graphs.run(key, chunk_step, *args, None)

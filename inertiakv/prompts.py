@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral, Number
 
 from torch import Tensor
 
@@ -13,27 +14,35 @@ def is_single(prompts: Prompts) -> bool:
     """Whether this is one prompt, a flat sequence of token ids, and not a batch."""
     if isinstance(prompts, Tensor):
         return prompts.dim() == 1
-    return len(prompts) > 0 and isinstance(prompts[0], int)
+    return len(prompts) > 0 and isinstance(prompts[0], Number)
+
+
+def count_rows(prompts: Prompts) -> int:
+    return 1 if is_single(prompts) else len(prompts)
 
 
 def to_rows(prompts: Prompts, vocab_size: int, what: str = "prompt") -> list[list[int]]:
     """Prompts as one list of token ids a row. Raises ValueError for one that is empty or has an unknown
     id."""
     batch = [prompts] if is_single(prompts) else prompts
-    rows = [[int(token) for token in row] for row in batch]  # type: ignore[union-attr,arg-type]
+    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in batch]  # type: ignore[arg-type]
     if not rows:
         raise ValueError(f"no {what}s: the batch is empty")
     for index, row in enumerate(rows):
         if not row:
             raise ValueError(f"{what} {index} has no tokens")
-        wrong = next((token for token in row if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"{what} {index} has token id {wrong}, outside the vocabulary of {vocab_size}")
-    return rows
+        for token in row:
+            if not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
+                raise ValueError(
+                    f"{what} {index} has {token!r}; token ids are whole numbers below {vocab_size}"
+                )
+    return [[int(token) for token in row] for row in rows]
 
 
 def check_positions(lengths: Sequence[int], new_tokens: int, max_positions: int) -> None:
     """Raise ValueError where a row would outgrow the positions that the model knows."""
+    if new_tokens < 0:
+        raise ValueError(f"max_new_tokens must not be negative, got {new_tokens}")
     longest = max(lengths)
     if longest > max_positions:
         raise ValueError(f"{longest} tokens are more than the model's {max_positions} positions")

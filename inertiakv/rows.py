@@ -16,7 +16,8 @@ READ_EVERY = 32
 """Steps whose tokens are kept on the device before they must be read."""
 NO_TOKEN = -1
 """In `history_BC`: the row had ended."""
-_EOS_SLOTS = 8
+MAX_EOS_IDS = 8
+"""End-of-sequence ids that a row can have."""
 
 
 class Rows(nn.Module):
@@ -51,7 +52,7 @@ class Rows(nn.Module):
         buffer("evictions_B", batch)
         buffer("history_BC", batch, READ_EVERY, fill=NO_TOKEN)
         buffer("cursor")
-        buffer("eos_E", _EOS_SLOTS, fill=NO_TOKEN)
+        buffer("eos_E", MAX_EOS_IDS, fill=NO_TOKEN)
         buffer("temperature_B", batch, dtype=torch.float32, fill=1)
         buffer("top_k_B", batch)
         buffer("top_p_B", batch, dtype=torch.float32, fill=1)
@@ -66,8 +67,6 @@ class Rows(nn.Module):
 
     def configure(self, sampling: Sampling, eos_ids: Sequence[int], vocab_size: int) -> None:
         """Take over how tokens are chosen and which ones end a row. Raises ValueError for too many ids."""
-        if len(eos_ids) > _EOS_SLOTS:
-            raise ValueError(f"{len(eos_ids)} end-of-sequence ids; at most {_EOS_SLOTS} are supported")
         self.eos_E.fill_(NO_TOKEN)
         self.eos_E[: len(eos_ids)] = torch.tensor(list(eos_ids), dtype=torch.int64)
         self.temperature_B.fill_(sampling.temperature or 1.0)

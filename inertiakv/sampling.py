@@ -56,11 +56,15 @@ class Sampling:
 
     def seeds(self, rows: int) -> list[int]:
         """A seed for each row. Raises ValueError where their number is another."""
-        if self.seed is None or isinstance(self.seed, int):
-            return [self.seed or 0] * rows
-        if len(self.seed) != rows:
-            raise ValueError(f"{len(self.seed)} seeds for {rows} prompts")
-        return list(self.seed)
+        seeds = (
+            [self.seed or 0] * rows if self.seed is None or isinstance(self.seed, int) else list(self.seed)
+        )
+        if len(seeds) != rows:
+            raise ValueError(f"{len(seeds)} seeds for {rows} prompts")
+        for seed in seeds:
+            if not 0 <= seed < 2**63:
+                raise ValueError(f"a seed must be in [0, 2**63), got {seed}")
+        return seeds
 
 
 def sample(

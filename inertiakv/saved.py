@@ -91,9 +91,15 @@ def _restore(decoder: Decoder, state: dict[str, Any], tensors: dict[str, torch.T
 def _identity(decoder: Decoder) -> dict[str, Any]:
     """What a conversation cannot do without: the sizes of the model, its dtype, the eviction rule."""
     config = decoder.model.config
-    sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
+    sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size", "windows")
+    embedding = (
+        next(decoder.model.parameters()) if isinstance(decoder.model, torch.nn.Module) else torch.zeros(1)
+    )
     return {
-        "model": {name: getattr(config, name) for name in sizes},
+        "model": {name: json.loads(json.dumps(getattr(config, name))) for name in sizes},
+        "rope": repr(getattr(config, "rope", None)),
+        # Tells models of the same sizes apart; rounded, since devices add up in another order.
+        "weights": f"{embedding.double().abs().sum().item():.6g}",
         "dtype": str(decoder.model.dtype),
         "eviction": None if decoder.eviction is None else dataclasses.asdict(decoder.eviction),
     }

@@ -45,12 +45,12 @@ def chunk_step(
     tokens_BT: Tensor,
     positions_BT: Tensor,
     slots_BT: Tensor,
-    filled: int,
+    end_slot: int,
 ) -> Tensor:
     """Enter a chunk of prompt into the cache, hidden_BTE. Padding has position -1."""
     cache.insert(slots_BT, positions_BT)
     view = CacheView(
-        cache, positions_BT, slots_BT, backend=method.backend, windows=method.windows, filled=filled
+        cache, positions_BT, slots_BT, backend=method.backend, windows=method.windows, end_slot=end_slot
     )
     return model(tokens_BT, positions_BT, view)
 
@@ -84,22 +84,22 @@ def evicting_step(
     rows: Rows,
     method: Method,
     aggregation: Aggregation | None,
-    filled: int,
+    end_slot: int,
 ) -> tuple[Tensor, Tensor]:
     """Feed one token a row, score, and choose what stays: the logits [B, V] and the tokens to keep, bool [B,
     N].
 
-    The first decode step, on the whole prompt, and the last token of a further turn. Every row takes part,
-    those that ended at their first token, too: what they keep must be chosen by scores as well.
+    The first decode step, on the whole prompt, and the last token of a further turn. A row that ended at its
+    first token takes part where it holds more than its budget: what it keeps must be chosen by scores, too.
     """
-    everyone_B = torch.ones_like(rows.finished_B)
-    hidden_BE = _feed(model, cache, rows, method, aggregation, everyone_B, refresh=True, filled=filled)
+    fed_B = ~rows.finished_B | (cache.count_B > cache.budget_B)
+    hidden_BE = _feed(model, cache, rows, method, aggregation, fed_B, refresh=True, end_slot=end_slot)
     keep_BN = retained(
         cache.position_BN, cache.utility_BN, method.protected(cache, rows.position_B), cache.budget_B
     )
     rows.evictions_B.add_(cache.count_B - keep_BN.sum(-1))
-    rows.position_B.add_(1)
-    rows.fed_B.fill_(True)
+    rows.position_B.add_(fed_B)
+    rows.fed_B.logical_or_(fed_B)
     return model.head(hidden_BE), keep_BN
 
 
@@ -112,12 +112,12 @@ def _feed(
     active_B: Tensor,
     *,
     refresh: bool,
-    filled: int | None = None,
+    end_slot: int | None = None,
 ) -> Tensor:
-    positions_B1 = torch.where(active_B, rows.position_B, EMPTY)[:, None]
+    positions_B1 = rows.position_B[:, None]
     slots_B1 = cache.free_B[:, None]
     mean_B1 = None if refresh or aggregation is None else _mean_utility(cache)
-    cache.insert(slots_B1, positions_B1)
+    cache.insert(slots_B1, torch.where(active_B[:, None], positions_B1, EMPTY))
     if mean_B1 is not None:
         # A token that is not scored would start at the bottom, and go at once: it takes the mean (the
         # lazy refresh of the paper).
@@ -129,7 +129,8 @@ def _feed(
         backend=method.backend,
         windows=method.windows,
         aggregation=aggregation if refresh else None,
-        filled=filled,
+        active_B=active_B,
+        end_slot=end_slot,
     )
     return model(rows.token_B[:, None], positions_B1, view)[:, 0]
 

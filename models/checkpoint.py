@@ -1,4 +1,4 @@
-"""A folder of config.json and safetensors files -> a model. Everything is checked before anything is copied."""
+"""A folder of config.json and safetensors files -> a model. All is checked before anything is copied."""
 
 import json
 import sys
@@ -36,8 +36,8 @@ def load_checkpoint(
 ) -> Transformer:
     """The model in `folder`, straight onto `device` in `dtype`; "auto" is the dtype that the checkpoint has.
 
-    Beside the model itself memory holds one tensor at a time. Raises FileNotFoundError for a file that is missing,
-    ValueError for anything in the config or the files that is not understood or does not fit, naming it.
+    Beside the model itself memory holds one tensor at a time. Raises FileNotFoundError for a file that is
+    missing, ValueError for anything in the config or the files that is not understood or does not fit.
     """
     folder = Path(folder)
     generation = folder / "generation_config.json"
@@ -58,7 +58,7 @@ def load_checkpoint(
 
 
 def checkpoint_views(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """The name of every tensor that a checkpoint must have, and the parameter, or part of one, that it fills."""
+    """The name of every tensor that a checkpoint must have, and the parameter, or part of one, it fills."""
     for path, module in model.named_modules():
         prefix = path + "." if path.startswith("lm_head") else f"model.{path}." if path else "model."
         if isinstance(module, Experts):
@@ -70,7 +70,7 @@ def checkpoint_views(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, from its header. Raises ValueError for a file of another length or form."""
+    """The tensors of a safetensors file, from its header. Raises ValueError for a file that is damaged."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -79,7 +79,12 @@ def read_header(file: Path) -> dict[str, Stored]:
             header = json.loads(stream.read(length if length < size else 0))
         header.pop("__metadata__", None)
         entries = {
-            name: Stored(file, entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0])
+            name: Stored(
+                file,
+                entry["dtype"],
+                tuple(entry["shape"]),
+                entry["data_offsets"][1] - entry["data_offsets"][0],
+            )
             for name, entry in header.items()
         }
         expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
@@ -104,7 +109,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _find_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the checkpoint. An index decides alone which file a tensor comes from; strays are ignored."""
+    """Every tensor of the checkpoint. An index alone decides which file a tensor comes from."""
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
             raise FileNotFoundError(_nothing_to_load(folder))
@@ -155,20 +160,19 @@ def _check(
     for name, entry in stored.items():
         if name not in shapes:
             raise ValueError(f"tensor {name} in {entry.file} has no place in this model")
+        where = f"tensor {name} in {entry.file}"
         if entry.shape != shapes[name]:
             raise ValueError(
-                f"tensor {name} in {entry.file} has shape {list(entry.shape)}, the config asks for {list(shapes[name])}"
+                f"{where} has shape {list(entry.shape)}, the config asks for {list(shapes[name])}"
             )
         if entry.dtype not in _STORED_DTYPES:
-            raise ValueError(
-                f"tensor {name} in {entry.file} has dtype {entry.dtype}; supported: {', '.join(_STORED_DTYPES)}"
-            )
+            raise ValueError(f"{where} has dtype {entry.dtype}; supported: {', '.join(_STORED_DTYPES)}")
     if head is not None:
         embedding = stored["model.embed_tokens.weight"]
         if not torch.equal(_read("lm_head.weight", head), _read("model.embed_tokens.weight", embedding)):
             raise ValueError(
-                f"tensor lm_head.weight in {head.file} differs from the embedding, to which the config ties it; "
-                "set tie_word_embeddings to false in config.json to use it"
+                f"tensor lm_head.weight in {head.file} differs from the embedding, to which the config ties "
+                "it; set tie_word_embeddings to false in config.json to use it"
             )
 
 

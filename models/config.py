@@ -25,7 +25,7 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that decides a model's arithmetic. `windows` has one entry a layer, None for full attention."""
+    """Everything that decides a model's arithmetic."""
 
     family: str
     vocab_size: int
@@ -41,7 +41,7 @@ class ModelConfig:
     tie_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...]  # a layer each: the sliding window, None for full attention
     moe: MoEConfig | None = None
     stored_dtype: torch.dtype | None = None  # the dtype that config.json names, if it does
     bos_token_id: int | None = None
@@ -49,12 +49,12 @@ class ModelConfig:
 
     @property
     def position_limit(self) -> int | None:
-        """The number of positions beyond which the arithmetic itself would be wrong, None if there is none."""
+        """The number of positions beyond which the arithmetic itself is wrong, None if there is none."""
         return self.max_positions if self.rope.type == "dynamic" else None
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """A dtype from its name, with or without `torch.` before it. Raises ValueError for one that no model runs in."""
+    """A dtype from its name, with or without `torch.` before it. Raises ValueError for any other dtype."""
     short = str(name).removeprefix("torch.")
     if short not in _DTYPES:
         raise ValueError(f"dtype {short!r} is not supported; supported: auto, {', '.join(_DTYPES)}")

@@ -9,7 +9,11 @@ from .config import MoEConfig
 Windows = tuple[int | None, ...]
 
 # Values that would change the arithmetic in ways no family here knows: key -> the values that change nothing.
-_COMMON: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "mlp_bias": (False,), "quantization_config": ()}
+_COMMON: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "mlp_bias": (False,),
+    "quantization_config": (),
+}
 NO_ATTENTION_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}
 NO_WINDOW: dict[str, tuple[Any, ...]] = {"sliding_window": ()}
 
@@ -27,7 +31,9 @@ def windows_by_layer(raw: Mapping[str, Any], window: int | None, slides: list[bo
             raise ValueError(f"layer_types has {len(types)} entries for {len(slides)} layers")
         slides = [kind == "sliding_attention" for kind in types]
         if any(slides) and window is None:
-            raise ValueError("layer_types has sliding_attention, but the config gives no sliding window in use")
+            raise ValueError(
+                "layer_types has sliding_attention, but the config gives no sliding window in use"
+            )
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"sliding_window {window!r}: expected a positive whole number")
     return tuple(window if slide else None for slide in slides)

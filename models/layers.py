@@ -1,7 +1,7 @@
 """The layers that every family shares.
 
-Shapes: B batch, T query tokens, H query heads, G KV heads, D head dim, E hidden size, F MLP intermediate size,
-I and O a linear layer's inputs and outputs.
+Shapes: B batch, T query tokens, H query heads, G KV heads, D head dim, E hidden size, I and O inputs and
+outputs of a linear layer.
 """
 
 from typing import Protocol
@@ -39,8 +39,8 @@ def empty(*shape: int) -> nn.Parameter:
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x [..., I] -> [..., O] in x's dtype."""
     if torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]:
-        # One row is bound by reading the weights, and the compiler's own loop reads them about twice as fast as the
-        # library's matrix product.
+        # One row is bound by reading the weights, which the compiler's own loop reads about twice as fast as
+        # the library's matrix product.
         y_O = (weight_OI * x.reshape(-1)).sum(-1, dtype=statistics_dtype(x.dtype))
         y_O = y_O if bias_O is None else y_O + bias_O
         return y_O.to(x.dtype).reshape(*x.shape[:-1], -1)

@@ -44,7 +44,7 @@ class Experts(nn.Module):
         self.down_XOI = empty(moe.num_experts, hidden_size, moe.intermediate_size)
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        """The name of every expert's tensor in a checkpoint, and the part of the stacked parameters it fills."""
+        """The name of every expert's tensor in a checkpoint, and the part of a stacked parameter it fills."""
         for index, (gate_up_OI, down_OI) in enumerate(zip(self.gate_up_XOI, self.down_XOI, strict=True)):
             gate_OI, up_OI = gate_up_OI.chunk(2)
             yield f"{index}.gate_proj.weight", gate_OI
@@ -80,8 +80,8 @@ def _chosen(x_RI: Tensor, weight_XOI: Tensor, expert_R: Tensor) -> Tensor:
     return (weight_XOI[expert_R] * x_RI[:, None]).sum(-1, dtype=statistics_dtype(x_RI.dtype))
 
 
-# An operator of its own, so that a graph takes it whole: the compiler knows the library's grouped product in bfloat16
-# alone, and the loop below has lengths that no graph can know.
+# An operator of its own, so that a graph takes it whole: the compiler knows the library's grouped product in
+# bfloat16 alone, and the loop below has lengths that no graph can know.
 @torch.library.custom_op("inertiakv_models::grouped_product", mutates_args=())
 def _grouped(x_RI: Tensor, weight_XOI: Tensor, end_X: Tensor) -> Tensor:
     """Rows sorted by expert times their experts' matrices: [R, O]. Expert x has the rows up to end_X[x]."""

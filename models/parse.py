@@ -17,9 +17,7 @@ from .rope import RopeConfig
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)
 
 
-def parse_config(
-    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None
-) -> ModelConfig:
+def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """Reads the content of a config.json, and of a generation_config.json whose token ids come first.
 
     Raises ValueError for whatever is missing or not understood, naming it.
@@ -84,7 +82,8 @@ def _head_dim(raw: Mapping[str, Any], family: Family, num_heads: int) -> int:
     hidden_size = _size(raw, "hidden_size")
     if raw.get("head_dim") is None and family.default_head_dim is None and hidden_size % num_heads:
         raise ValueError(
-            f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}, and no head_dim is given"
+            f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}, "
+            "and no head_dim is given"
         )
     head_dim = _size(raw, "head_dim", default=family.default_head_dim or hidden_size // num_heads)
     if head_dim % 2:

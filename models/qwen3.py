@@ -1,4 +1,4 @@
-"""Qwen3: an RMSNorm on every query and key head before RoPE, no biases, head_dim apart from the hidden size."""
+"""Qwen3: an RMSNorm on every query and key head before RoPE, no biases."""
 
 from .family import NO_ATTENTION_BIAS, Family
 from .qwen2 import upper_windows

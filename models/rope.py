@@ -29,7 +29,7 @@ _TYPE_KEYS = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """RoPE of one model. `attention_factor` multiplies cos and sin; the fields a type does not use keep defaults."""
+    """RoPE of one model; fields that its type does not use keep their defaults."""
 
     type: str = "default"
     theta: float = 10000.0
@@ -37,15 +37,15 @@ class RopeConfig:
     original_max_positions: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    attention_factor: float = 1.0
+    attention_factor: float = 1.0  # multiplies cos and sin
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "RopeConfig":
-        """Reads the RoPE part of a config.json, in either spelling: `rope_parameters`, which holds theta too, or
-        `rope_scaling` beside `rope_theta`.
+        """Reads the RoPE part of a config.json, in either spelling: `rope_parameters`, which holds theta too,
+        or `rope_scaling` beside `rope_theta`.
 
         Raises ValueError for a type, key or value that is not understood.
         """
@@ -55,7 +55,9 @@ class RopeConfig:
             raise ValueError(f"RoPE type {kind!r} is not supported; supported: {', '.join(_TYPE_KEYS)}")
         for key, value in rope.items():
             if value is not None and key not in _COMMON_KEYS | _TYPE_KEYS[kind]:
-                raise ValueError(f"RoPE parameter {key!r} ({value!r}) is not understood for RoPE type {kind!r}")
+                raise ValueError(
+                    f"RoPE parameter {key!r} ({value!r}) is not understood for RoPE type {kind!r}"
+                )
         partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
         if partial != 1.0:
             raise ValueError(f"partial_rotary_factor {partial} is not supported: every head dim is rotated")
@@ -111,12 +113,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         inv_freq_R = _llama3(rope, inv_freq_R)
     elif rope.type == "yarn":
         inv_freq_R = _yarn(rope, inv_freq_R, head_dim)
-    # Dynamic NTK changes the base only for sequences beyond the trained length: up to there it is the default.
+    # Dynamic NTK changes the base only for sequences beyond the trained length, up to it nothing.
     return inv_freq_R.to(torch.float32)
 
 
 def _llama3(rope: RopeConfig, inv_freq_R: Tensor) -> Tensor:
-    # Turns over the original length: few turns are stretched by the factor, many are left alone, a ramp between.
+    # Pairs that turn seldom over the original length are stretched, frequent ones left alone, a ramp between.
     turns_R = rope.original_max_positions * inv_freq_R / (2 * math.pi)
     keep_R = (turns_R - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep_R = keep_R.clamp(0, 1)
@@ -146,8 +148,8 @@ class Rotary(nn.Module):
         self.inv_freq_R = inverse_frequencies(rope, head_dim)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
-        # Follow the model to its device, never to its dtype: in bfloat16 the phases of neighbouring positions beyond
-        # 256 coincide. The frequencies are no buffer, so that nothing else can cast them or leave them on meta.
+        # Follow the model to its device, never to its dtype: in bfloat16 the phases of neighbouring positions
+        # beyond 256 coincide. They are no buffer: nothing else can cast them or leave them on meta.
         device = fn(torch.empty(0, device=self.inv_freq_R.device)).device
         if device.type != "meta":
             self.inv_freq_R = self.inv_freq_R.to(device)

@@ -28,6 +28,12 @@ class DecoderLayer(nn.Module):
         return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
 
 
+@torch.compiler.nested_compile_region
+def _run_layer(layer: nn.Module, x_BTE: Tensor, rotary: Rotation, cache: Cache) -> Tensor:
+    """A layer as one region for the compiler, which compiles layers that are alike once."""
+    return layer(x_BTE, rotary, cache)
+
+
 class Transformer(nn.Module):
     """A language model for decoding only. Its modules are named as the tensors of a checkpoint are.
 
@@ -57,13 +63,13 @@ class Transformer(nn.Module):
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, cache: Cache) -> Tensor:
         """Hidden states after the final norm, [B, T, E] in the model's dtype.
 
-        tokens_BT, positions_BT: int64 [B, T]. Positions are those of the whole sequence, whatever the cache still
-        holds; a padding token has position -1 and its result means nothing.
+        tokens_BT, positions_BT: int64 [B, T]. Positions are those of the whole sequence, whatever the cache
+        still holds; a padding token has position -1 and its result means nothing.
         """
         x_BTE = self.embed_tokens(tokens_BT)
         rotary = self.rotary(positions_BT, statistics_dtype(x_BTE.dtype))
         for layer in self.layers:
-            x_BTE = layer(x_BTE, rotary, cache)
+            x_BTE = _run_layer(layer, x_BTE, rotary, cache)
         return self.norm(x_BTE)
 
     def head(self, hidden: Tensor) -> Tensor:

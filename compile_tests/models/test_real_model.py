@@ -1,4 +1,4 @@
-"""The default model, with its real weights: fetched over the network the first time, from the cache afterwards."""
+"""The default model with its real weights: fetched the first time, from the cache afterwards."""
 
 from pathlib import Path
 from typing import Any

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compile_tests.models.reference import reference_config
-from models.rope import Rotary, RopeConfig, inverse_frequencies, rotate
+from models.rope import RopeConfig, Rotary, inverse_frequencies, rotate
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -22,7 +22,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32768,
 }
-PARAMETERS = {
+PARAMETERS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.5},

@@ -1,0 +1,150 @@
+"""Tiny random models for tests of the method, and views of a decoder's cache that do not depend on slots.
+
+Shapes: L layers, G KV heads, N tokens kept, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inertiakv import Decoder, EvictionConfig
+from inertiakv.cache import SlotCache
+from models import ModelConfig, Transformer, parse_config
+
+VOCAB = 61
+
+
+def tiny_model(
+    seed: int = 0,
+    *,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    windows: Sequence[int | None] | None = None,
+    dtype: torch.dtype = torch.float64,
+    max_positions: int = 4096,
+    hidden: int = 24,
+) -> Transformer:
+    """A random Llama, or with `windows` (one a layer) a Mistral. No two of its sizes are equal, and attention
+    is far from flat. It has no end-of-sequence token."""
+    raw: dict[str, Any] = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "intermediate_size": 40,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 8,
+        "max_position_embeddings": max_positions,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+    sliding = {window for window in windows or () if window is not None}
+    if sliding:
+        assert windows is not None
+        assert len(sliding) == 1, "one window size a model"
+        raw |= {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": sliding.pop(),
+            "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
+        }
+    return random_model(parse_config(raw), seed, dtype)
+
+
+def random_model(config: ModelConfig, seed: int, dtype: torch.dtype) -> Transformer:
+    """The same parameters, up to rounding, in every dtype."""
+    model = Transformer(config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+        elif "embed" in name or "lm_head" in name:
+            parameter.data.normal_(0.0, 1.0, generator=generator)
+        else:
+            parameter.data.normal_(0.0, 0.35, generator=generator)
+    return model.to(dtype)
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def decoder_for(model: Transformer, eviction: EvictionConfig | None, **options: Any) -> Decoder:
+    """A decoder that runs eagerly, unless `options` say otherwise."""
+    return Decoder(model, eviction, **({"compile": False} | options))
+
+
+@dataclass(frozen=True)
+class RowState:
+    """What a cache holds for one row, oldest position first."""
+
+    kept: list[int]
+    utility_N: Tensor
+    k_LGND: Tensor
+    v_LGND: Tensor
+
+    def utility(self) -> dict[int, float]:
+        return dict(zip(self.kept, self.utility_N.tolist(), strict=True))
+
+
+def row_state(cache: SlotCache, row: int = 0) -> RowState:
+    position_N = cache.position_BN[row]
+    assert len(position_N[position_N >= 0].unique()) == int(cache.count_B[row]), "a position has two slots"
+    slot_N = position_N.argsort()[-int(cache.count_B[row]) :]
+    return RowState(
+        position_N[slot_N].tolist(),
+        cache.utility_BN[row, slot_N],
+        torch.stack([layer.k_BGND[row, :, slot_N] for layer in cache.layers]),
+        torch.stack([layer.v_BGND[row, :, slot_N] for layer in cache.layers]),
+    )
+
+
+def assert_same_state(actual: RowState, expected: RowState, tolerance: float = 0.0) -> None:
+    """Equal positions; utilities, K and V equal up to `tolerance`."""
+    assert actual.kept == expected.kept
+    for mine, theirs in (
+        (actual.utility_N, expected.utility_N),
+        (actual.k_LGND, expected.k_LGND),
+        (actual.v_LGND, expected.v_LGND),
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def conversation_state(decoder: Decoder, row: int = 0) -> RowState:
+    assert decoder.cache is not None
+    return row_state(decoder.cache, row)
+
+
+class Spy:
+    """A model that remembers the tokens and positions it was called with."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+        self.tokens: list[list[list[int]]] = []
+        self.positions: list[list[list[int]]] = []
+
+    def __call__(self, tokens_BT: Tensor, positions_BT: Tensor, cache: Any) -> Tensor:
+        self.tokens.append(tokens_BT.tolist())
+        self.positions.append(positions_BT.tolist())
+        return self.model(tokens_BT, positions_BT, cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+def spoil_unused_slots(decoder: Decoder) -> None:
+    """Fill every slot that holds no token: NaN as K, large numbers as V."""
+    cache = decoder.cache
+    assert cache is not None
+    unused_BN = cache.position_BN < 0
+    for layer in cache.layers:
+        layer.k_BGND.transpose(1, 2)[unused_BN] = torch.nan
+        layer.v_BGND.transpose(1, 2)[unused_BN] = 1e30

@@ -1,0 +1,1 @@
+"""What the scripts share: command lines made from dataclasses, errors in one line, prompts, printing."""

@@ -1,0 +1,86 @@
+"""Text to stdout as it comes; progress to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from typing import Any
+
+from tqdm import tqdm
+
+from inertiakv import StopStrings, TextStream
+
+
+def say(text: str) -> None:
+    """Tells the user what goes on."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class PrefillBar:
+    """Progress of a prompt, for `progress=` of a decoder: a bar on a terminal, else nothing. `then` is said
+    at the end of it."""
+
+    def __init__(self, then: str | None) -> None:
+        self.then = then
+        self.bar: tqdm[Any] | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self.bar is None:
+            self.bar = tqdm(total=total, desc="prefill", unit=" tokens", disable=None, leave=False)
+        self.bar.update(done - self.bar.n)
+        if done == total:
+            self.close()
+            if self.then:
+                say(self.then)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+class Answer:
+    """The text of an answer's tokens: without the token that ended it, and up to a stop string."""
+
+    def __init__(self, tokenizer: Any, eos_ids: Collection[int], stop: StopStrings | None) -> None:
+        self.tokenizer, self.eos_ids, self.stop = tokenizer, eos_ids, stop
+
+    def text(self, tokens: list[int]) -> str:
+        if tokens and tokens[-1] in self.eos_ids:
+            tokens = tokens[:-1]
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text if self.stop is None else self.stop.cut(text)
+
+
+class LiveAnswer:
+    """Prints one answer as it comes. For `stop=` of a decoder, which hands it every token, and which it tells
+    when a stop string has come; the beginning of one is held back until it is clear that it is none."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.stream = TextStream(answer.tokenizer)
+        self.text, self.shown = "", 0
+
+    def __call__(self, row: int, tokens: list[int]) -> bool:
+        if tokens[-1] not in self.answer.eos_ids:
+            self.text += self.stream.push(tokens[-1])
+        stop = self.answer.stop
+        self._show(self.text[: len(self.text) - self._undecided()] if stop else self.text)
+        return stop is not None and stop(row, tokens)
+
+    def end(self) -> None:
+        self.text += self.stream.end()
+        self._show(self.text)
+        print(flush=True)
+
+    def _undecided(self) -> int:
+        """How many characters at the end may be the beginning of a stop string."""
+        assert self.answer.stop is not None
+        beginnings = {s[:n] for s in self.answer.stop.strings for n in range(1, len(s))}
+        return max((len(start) for start in beginnings if self.text.endswith(start)), default=0)
+
+    def _show(self, text: str) -> None:
+        if self.answer.stop is not None:
+            text = self.answer.stop.cut(text)
+        if len(text) > self.shown:
+            print(text[self.shown :], end="", flush=True)
+            self.shown = len(text)

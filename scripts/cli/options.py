@@ -1,0 +1,84 @@
+"""From dataclasses to a command line, and from an error to one line and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import docstring_parser
+import torch
+import tyro
+
+T = TypeVar("T")
+
+
+def partial(cls: type, doc: str, default: str = "") -> type:
+    """A dataclass with the fields of another one, all of them optional: None is not given. `doc` heads them
+    in the help, and `default` says what holds for those left out, where their own texts do not."""
+    docs = {
+        param.arg_name: param.description or "" for param in docstring_parser.parse_from_object(cls).params
+    }
+    hints = get_type_hints(cls)
+    fields = []
+    for field in dataclasses.fields(cls):
+        text = " ".join(docs[field.name].split())
+        option = tyro.conf.arg(help=text, help_behavior_hint=default)
+        fields.append((field.name, Annotated[hints[field.name] | None, option], None))
+    made = dataclasses.make_dataclass(f"{cls.__name__}Options", fields, frozen=True)
+    made.__doc__ = doc
+    return made
+
+
+def given(options: Any) -> dict[str, Any]:
+    """The fields of a `partial` that the user gave."""
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def parse(cls: type[T], argv: Sequence[str] | None, *, prog: str, description: str) -> T:
+    """An instance of a dataclass from a command line. Raises ValueError for one that is wrong."""
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(cls, args=argv, prog=prog, description=description, config=config)
+    except SystemExit as error:
+        if not error.code:
+            raise  # --help
+        raise ValueError(f"{_first_paragraph(complaint.getvalue())} (see --help)") from None
+
+
+def _first_paragraph(box: str) -> str:
+    """What is wrong, without the frame and the advice that tyro puts around it."""
+    lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    end = next((i for i, line in enumerate(lines) if not line.strip("─")), len(lines))
+    return re.sub(r"^Error parsing ", "", " ".join(lines[:end])).rstrip(".")
+
+
+def run(main: Callable[[], None]) -> int:
+    """Call `main` and return the exit code of the process: 2, and one line on stderr, for what a user got
+    wrong."""
+    try:
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, `head` say, has gone; nor must the interpreter's own flush complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or "out of memory"

@@ -1,0 +1,131 @@
+"""What a run was and what came of it: as JSON, and as a table for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inertiakv import EvictionConfig, Generation
+
+FEW_TOKENS = 64
+"""A smaller budget than this leaves no model enough of a prompt to answer it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One policy's answers."""
+
+    model: dict[str, str]
+    policy: str
+    eviction: EvictionConfig | None
+    generation: Generation
+    texts: list[str]
+    load_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all rows that the decode loop made a second; None where it made none. The first token
+        comes from the prefill, the second one from the step that evicts, and a graph's first run counts as
+        its compilation."""
+        stats = self.generation.stats
+        timed = stats.decode_steps - min(stats.graphs.compiled, stats.decode_steps)
+        if not timed or not stats.seconds.decode:
+            return None
+        before = 1 + (stats.seconds.first_step > 0)
+        tokens = sum(max(0, len(row) - before) for row in self.generation.tokens)
+        return tokens / stats.decode_steps * timed / stats.seconds.decode
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a user should know who expects that something was evicted, or more kept."""
+        stats = self.generation.stats
+        budgets = [budget for budget in stats.budgets if budget is not None]
+        if not budgets:
+            return []
+        if not stats.evicted:
+            size = f"budget of {max(budgets):,} holds all {max(stats.sequence_tokens):,} tokens"
+            return [f"{self.policy} never evicted: its {size}"]
+        if min(budgets) < FEW_TOKENS:
+            size = f"{min(budgets)} tokens of a prompt of {min(stats.prompt_tokens)}"
+            return [f"{self.policy} kept no more than {size}: too few for a good answer (see --budget)"]
+        return []
+
+    def as_json(self) -> dict[str, Any]:
+        stats, generation = self.generation.stats, self.generation
+        rows = zip(
+            stats.prompt_tokens,
+            stats.budgets,
+            stats.kept_tokens,
+            generation.tokens,
+            self.texts,
+            generation.finish_reasons,
+            strict=True,
+        )
+        names = ("prompt_tokens", "budget", "kept_tokens", "token_ids", "text", "finish_reason")
+        seconds = {"load": self.load_seconds, **dataclasses.asdict(stats.seconds)}
+        return {
+            "model": self.model,
+            "policy": self.policy,
+            "config": None if self.eviction is None else dataclasses.asdict(self.eviction),
+            "rows": [dict(zip(names, row, strict=True)) for row in rows],
+            "cache_bytes": stats.cache_bytes,
+            "full_cache_bytes": stats.full_cache_bytes,
+            "seconds": {name: round(value, 4) for name, value in seconds.items()},
+            "tokens_per_second": None if self.tokens_per_second is None else round(self.tokens_per_second, 3),
+            "refreshes": stats.refreshes,
+            "evictions": sum(stats.evictions),
+            "graphs": {
+                "compiled": stats.graphs.compiled,
+                "breaks": stats.graphs.breaks,
+                "recompiles": stats.graphs.recompiles,
+            },
+        }
+
+    def _lines(self) -> dict[str, str]:
+        stats = self.generation.stats
+        seconds, rate = stats.seconds, self.tokens_per_second
+        return {
+            "prompt tokens": f"{sum(stats.prompt_tokens):,}",
+            "new tokens": f"{sum(map(len, self.generation.tokens)):,}",
+            "kept tokens": f"{sum(stats.kept_tokens):,}",
+            "cache": _megabytes(stats.cache_bytes),
+            "full cache": _megabytes(stats.full_cache_bytes),
+            "refreshes": f"{stats.refreshes:,}",
+            "evictions": f"{sum(stats.evictions):,}",
+            "tokens/s": "-" if rate is None else f"{rate:.1f}",
+            "prefill": f"{seconds.prefill:.1f} s",
+            "first step": f"{seconds.first_step:.1f} s",
+            "compile": f"{seconds.compile:.1f} s",
+            "decode": f"{seconds.decode:.1f} s",
+            "ended by": "/".join(dict.fromkeys(self.generation.finish_reasons)),
+        }
+
+
+def summary(runs: Sequence[Run]) -> str:
+    """A table with a column for each run, and what else is to be said."""
+    columns = [{"": run.policy} | run._lines() for run in runs]
+    left = max(map(len, columns[0]))
+    widths = [max(map(len, column.values())) for column in columns]
+    lines = [
+        "  ".join(
+            [name.ljust(left), *(column[name].rjust(w) for column, w in zip(columns, widths, strict=True))]
+        )
+        for name in columns[0]
+    ]
+    lines += [remark for run in runs for remark in run.remarks]
+    if len(runs) == 2:
+        lines.append(f"agreement: {agreement(*runs):.0%} of the tokens are the same")
+    return "\n".join(lines)
+
+
+def agreement(a: Run, b: Run) -> float:
+    """Share of equal token ids, place by place; the rest of a longer answer counts as different."""
+    pairs = list(zip(a.generation.tokens, b.generation.tokens, strict=True))
+    equal = sum(x == y for left, right in pairs for x, y in zip(left, right, strict=False))
+    return equal / sum(max(len(left), len(right)) for left, right in pairs)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"

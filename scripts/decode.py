@@ -1,0 +1,289 @@
+"""Ask a model something while its KV cache keeps a fraction of the prompt.
+
+Examples:
+  python scripts/decode.py --prompt "Why is the sea salty?"
+  python scripts/decode.py --prompt-file book.txt --policy lazy4 --compression 0.95
+  cat report.txt question.txt | python scripts/decode.py - --budget 512 --compare full
+  python scripts/decode.py --prompts-jsonl questions.jsonl --json > answers.json
+
+Answers go to stdout, progress and a closing summary to stderr. The exit code is 0, or 2 where the
+command line or a file is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
+
+from inertiakv import POLICIES, Decoder, EvictionConfig, Sampling, StopStrings, policy
+from models import load_model
+from scripts.cli import options, prompts
+from scripts.cli.console import Answer, LiveAnswer, PrefillBar, say
+from scripts.cli.report import Run, agreement, summary
+
+DEFAULT_NEW_TOKENS = 256
+BOTH_POLICIES = ("compression", "budget", "sinks", "recent")
+"""Eviction options that hold for the compared policy, too: how much is kept. The rest is a policy's own."""
+
+Text = Annotated[str | None, tyro.conf.arg(help_behavior_hint="")]
+File = Annotated[Path | None, tyro.conf.arg(help_behavior_hint="")]
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
+_POLICY = tyro.extras.literal_type_from_choices(tuple(POLICIES))
+
+EvictionOptions = options.partial(
+    EvictionConfig, "Any field of the policy's, set to another value.", default="(default: the policy's)"
+)
+SamplingOptions = options.partial(
+    Sampling, "How tokens are chosen. Filters apply in the order top-k, top-p, min-p, after the temperature."
+)
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Exactly one of -, --prompt, --prompt-file and --prompts-jsonl."""
+
+    stdin: Annotated[Text, tyro.conf.Positional, tyro.conf.arg(metavar="[-]")] = None
+    """A lone dash: the prompt comes from stdin."""
+    prompt: Text = None
+    """The prompt itself."""
+    prompt_file: File = None
+    """A text file; the newline at its end is not part of the prompt."""
+    prompts_jsonl: File = None
+    """Several prompts, answered as one batch: {"prompt": TEXT} or {"messages": [...]} in each line."""
+    system: Text = None
+    """A system message before each prompt."""
+    raw: Switch = False
+    """Give the model the text as it is, without the chat template."""
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """By which rule tokens are evicted."""
+
+    policy: Annotated[str, tyro.conf.arg(constructor=_POLICY, help_behavior_hint="(default: inertiakv)")] = (
+        "inertiakv"
+    )
+    """A named rule; full keeps every token."""
+    compare: Annotated[str | None, tyro.conf.arg(constructor=_POLICY, help_behavior_hint="")] = None
+    """A second policy to answer the same prompts afterwards. --compression, --budget, --sinks and --recent
+    hold for both policies, the other eviction options for --policy alone."""
+    eviction: Annotated[Any, tyro.conf.arg(constructor=EvictionOptions)] = field(
+        default_factory=EvictionOptions
+    )
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Where an answer ends, and how its tokens are chosen."""
+
+    max_new_tokens: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: 256)")] = None
+    """Tokens of an answer at most."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """End an answer before this text. May be given several times."""
+    sampling: Annotated[Any, tyro.conf.arg(constructor=SamplingOptions)] = field(
+        default_factory=SamplingOptions
+    )
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """What computes, and how."""
+
+    model: str = "smollm2-135m"
+    """A folder, a name on the Hugging Face hub, or smollm2-135m."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
+    """auto: as the checkpoint has it."""
+    device: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: cuda, or else cpu)")] = None
+    """cpu, cuda, cuda:1, ..."""
+    attention: Literal["auto", "dense", "flex"] = "auto"
+    """auto: the faster one on the device."""
+    compile: bool = True
+    """Run the decode step as a compiled graph, which pays off from some hundred tokens on."""
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What is printed. Answers to several prompts come at the end, under their numbers."""
+
+    stream: Annotated[bool | None, tyro.conf.arg(help_behavior_hint="(default: stream one prompt's)")] = None
+    """Print an answer as it comes."""
+    json: Switch = False
+    """Print one JSON object with the answers and every number, and nothing else, to stdout."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    prompt: PromptOptions
+    policy: PolicyOptions
+    answer: AnswerOptions
+    machine: MachineOptions
+    output: OutputOptions
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return options.run(
+        lambda: decode(options.parse(Arguments, argv, prog="decode.py", description=__doc__ or ""))
+    )
+
+
+def decode(args: Arguments) -> None:
+    """Answer the prompts with each policy. What is wrong by itself is found before the model is loaded."""
+    policies = choose_policies(args.policy)
+    sampling = Sampling(**options.given(args.answer.sampling))
+    given = read_prompts(args.prompt)
+    live = choose_live(args.output, len(given))
+    check_machine(args.machine)
+    if "" in args.answer.stop:
+        raise ValueError("--stop needs a text that is not empty")
+
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
+        say(f"loading {args.machine.model} ...")
+        start = time.perf_counter()
+        model, tokenizer = load(args.machine)
+        seconds = time.perf_counter() - start
+        rows = [prompts.encode(tokenizer, p, raw=args.prompt.raw, system=args.prompt.system) for p in given]
+    max_new_tokens = choose_length(
+        args.answer.max_new_tokens, max(map(len, rows)), model.config.max_positions
+    )
+    stop = StopStrings(tokenizer, args.answer.stop) if args.answer.stop else None
+    answer = Answer(tokenizer, model.config.eos_token_ids, stop)
+    about = {
+        "name": args.machine.model,
+        "source": str(model.source),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+    }
+
+    runs = []
+    for name, eviction in policies:
+        heading = f"=== {name} ===" if len(policies) > 1 else None
+        if heading and not args.output.json:
+            print(heading, flush=True)
+        decoder = Decoder(model, eviction, compile=args.machine.compile, attention=args.machine.attention)
+        watcher = LiveAnswer(answer) if live else stop
+        bar = PrefillBar(then="compiling the decode step ..." if args.machine.compile else None)
+        with contextlib.closing(bar):
+            out = decoder.generate(rows, max_new_tokens, sampling=sampling, stop=watcher, progress=bar)
+        if isinstance(watcher, LiveAnswer):
+            watcher.end()
+        texts = [answer.text(tokens) for tokens in out.tokens]
+        runs.append(Run(about, name, eviction, out, texts, seconds))
+        if not live and not args.output.json:
+            print_answers(texts)
+    if args.output.json:
+        print(json.dumps(as_json(runs)))
+    say("\n" + summary(runs))
+
+
+def choose_policies(args: PolicyOptions) -> list[tuple[str, EvictionConfig | None]]:
+    """Names and configs of the policies to run. Raises ValueError for options that none of them would use."""
+    given = options.given(args.eviction)
+    if args.compare is None:
+        return [(args.policy, policy(args.policy, **given))]
+    shared = {name: value for name, value in given.items() if name in BOTH_POLICIES}
+    if args.policy == "full":  # has no use for what the other one keeps
+        first = policy("full", **{name: value for name, value in given.items() if name not in shared})
+    else:
+        first = policy(args.policy, **given)
+    second = policy(args.compare, **({} if args.compare == "full" else shared))
+    if first == second:
+        raise ValueError(f"--compare {args.compare} would run the same policy twice")
+    return [(args.policy, first), (args.compare, second)]
+
+
+def read_prompts(args: PromptOptions) -> list[prompts.Prompt]:
+    """The prompts, from the one place that was given. Raises ValueError for none, or more than one."""
+    if args.stdin not in (None, "-"):
+        raise ValueError(f"unexpected {args.stdin!r}: a prompt is given with --prompt TEXT")
+    ways = {
+        "-": args.stdin,
+        "--prompt": args.prompt,
+        "--prompt-file": args.prompt_file,
+        "--prompts-jsonl": args.prompts_jsonl,
+    }
+    used = [name for name, value in ways.items() if value is not None]
+    if not used:
+        raise ValueError(
+            "no prompt: give --prompt TEXT, --prompt-file FILE, --prompts-jsonl FILE, or - for stdin"
+        )
+    if len(used) > 1:
+        raise ValueError(f"one prompt source at a time, got {' and '.join(used)}")
+    if args.raw and args.system is not None:
+        raise ValueError("--system has no effect with --raw, which leaves out the chat template")
+    if args.prompts_jsonl is not None:
+        return prompts.from_jsonl(args.prompts_jsonl)
+    if args.prompt_file is not None:
+        return [prompts.from_text(prompts.read_text(args.prompt_file), str(args.prompt_file))]
+    if args.prompt is not None:
+        return [prompts.from_text(args.prompt, "--prompt")]
+    return [prompts.from_stdin()]
+
+
+def choose_live(args: OutputOptions, count: int) -> bool:
+    """Whether the answer is printed as it comes. Raises ValueError where --stream would be ignored."""
+    if args.stream and args.json:
+        raise ValueError("--stream has no effect with --json, which prints one object at the end")
+    if args.stream and count > 1:
+        raise ValueError(f"--stream takes one prompt, got {count}: their answers are printed at the end")
+    return count == 1 and not args.json and args.stream is not False
+
+
+def check_machine(args: MachineOptions) -> None:
+    """Raise ValueError for a device that is not there."""
+    if args.device is None:
+        return
+    try:
+        device = torch.device(args.device)
+        torch.empty(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {args.device!r} cannot be used: {reason}") from error
+
+
+def load(args: MachineOptions) -> tuple[Any, Any]:
+    try:
+        return load_model(args.model, dtype=args.dtype, device=args.device)
+    except (RuntimeError, ImportError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(str(error)) from error
+
+
+def choose_length(asked: int | None, prompt_tokens: int, max_positions: int) -> int:
+    """Tokens of an answer at most; the default makes do with what the model's positions leave."""
+    if asked is not None:
+        return asked
+    room = max_positions - prompt_tokens
+    if not 0 < room < DEFAULT_NEW_TOKENS:
+        return DEFAULT_NEW_TOKENS
+    say(f"answers end after {room} tokens at most: the model has {max_positions:,} positions")
+    return room
+
+
+def print_answers(texts: list[str]) -> None:
+    for number, text in enumerate(texts, 1):
+        if len(texts) > 1:
+            print(f"--- {number} ---")
+        print(text, flush=True)
+
+
+def as_json(runs: Sequence[Run]) -> dict[str, Any]:
+    report = runs[0].as_json()
+    if len(runs) == 2:
+        report |= {"compared": runs[1].as_json(), "agreement": round(agreement(*runs), 4)}
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main())
