@@ -8,7 +8,7 @@ Shape letters: B batch, T query tokens, E hidden size, V vocabulary, N slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -93,7 +93,9 @@ def evicting_step(
     first token takes part where it holds more than its budget: what it keeps must be chosen by scores, too.
     """
     fed_B = ~rows.finished_B | (cache.count_B > cache.budget_B)
-    hidden_BE = _feed(model, cache, rows, method, aggregation, fed_B, refresh=True, end_slot=end_slot)
+    # Dense whatever the backend: this step runs once, uncompiled, which FlexAttention is not made for.
+    dense = replace(method, backend="dense")
+    hidden_BE = _feed(model, cache, rows, dense, aggregation, fed_B, refresh=True, end_slot=end_slot)
     keep_BN = retained(
         cache.position_BN, cache.utility_BN, method.protected(cache, rows.position_B), cache.budget_B
     )

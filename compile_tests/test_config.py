@@ -1,0 +1,174 @@
+"""Eviction rules as data: what is accepted, what is refused, what the names mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inertiakv import POLICIES, EvictionConfig, policy
+
+
+def test_the_defaults_are_the_papers() -> None:
+    config = EvictionConfig()
+    assert (config.aggregation, config.alpha, config.coupling) == ("ema", 0.8, "layer_temporal")
+    assert (config.compression, config.budget, config.refresh) == (0.9, None, 1)
+    assert (config.step_alpha, config.sinks, config.recent) == (None, 0, 0)
+
+
+def test_a_config_cannot_be_changed_and_can_be_a_key() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EvictionConfig().alpha = 0.5
+    assert len({EvictionConfig(), EvictionConfig(alpha=0.8), EvictionConfig(alpha=0.9)}) == 2
+
+
+@pytest.mark.parametrize(
+    "options,match",
+    [
+        ({"aggregation": "median"}, "unknown aggregation 'median'; choose from ema, cumulative, single"),
+        ({"coupling": "both"}, "unknown coupling 'both'; choose from layer_temporal, temporal, layer"),
+        ({"compression": 0.9, "budget": 10}, "not both"),
+        ({"compression": 1.0}, r"compression must be a number in \[0, 1\), got 1.0"),
+        ({"compression": -0.1}, "compression"),
+        ({"compression": math.nan}, "compression"),
+        ({"compression": "0.9"}, "compression"),
+        ({"compression": True}, "compression"),
+        ({"budget": 0}, "budget must be a whole number of at least 1, got 0"),
+        ({"budget": -5}, "budget"),
+        ({"budget": 10.0}, "budget"),
+        ({"budget": True}, "budget"),
+        ({"alpha": 1.0}, r"alpha must be a number in \[0, 1\), got 1.0"),
+        ({"alpha": -0.2}, "alpha"),
+        ({"alpha": math.nan}, "alpha"),
+        ({"step_alpha": 1}, "step_alpha"),
+        ({"step_alpha": -0.5}, "step_alpha"),
+        ({"refresh": 0}, "refresh must be a whole number of at least 1 or 'once', got 0"),
+        ({"refresh": 1.5}, "refresh"),
+        ({"refresh": "twice"}, "refresh"),
+        ({"refresh": True}, "refresh"),
+        ({"sinks": -1}, "sinks must be a whole number of at least 0, got -1"),
+        ({"recent": -1}, "recent"),
+        ({"recent": 2.0}, "recent"),
+        ({"budget": 5, "sinks": 3, "recent": 3}, r"sinks \(3\) \+ recent \(3\) protect more tokens than"),
+        ({"aggregation": "single", "alpha": 0.5}, "alpha=0.5 has no effect with aggregation='single'"),
+        ({"aggregation": "cumulative", "alpha": 0.8}, "alpha=0.8 has no effect"),
+        ({"aggregation": "single", "step_alpha": 0.5}, "step_alpha=0.5 has no effect"),
+        ({"aggregation": "cumulative", "coupling": "layer"}, "coupling='layer' has no effect"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_or_would_be_ignored_is_an_error(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        EvictionConfig(**options)
+
+
+def test_an_option_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(TypeError):
+        EvictionConfig(window=5)
+
+
+@pytest.mark.parametrize(
+    "compression,length,budget",
+    [
+        (0.9, 1000, 100),  # (1 - 0.9) * 1000 is 99.99999999999998 in binary
+        (0.9, 10, 1),
+        (0.9, 19, 1),
+        (0.9, 20, 2),
+        (0.9, 64029, 6402),
+        (0.9, 1, 1),
+        (0.99, 100, 1),
+        (0.99, 50, 1),
+        (0.7, 10, 3),
+        (0.8, 5, 1),
+        (0.8, 35, 7),
+        (0.1, 10, 9),
+        (0.3, 10, 7),
+        (0.95, 20, 1),
+        (0.95, 2000, 100),
+        (0.0, 17, 17),
+        (0, 17, 17),
+        (0.5, 3, 1),
+        (1e-05, 100_000, 99_999),
+        (0.999, 1000, 1),
+    ],
+)
+def test_budgets_are_exact_in_decimal(compression: float, length: int, budget: int) -> None:
+    assert EvictionConfig(compression=compression).budget_for(length) == budget
+
+
+@given(st.integers(0, 999), st.integers(1, 200_000))
+def test_budgets_are_the_floor_of_the_share_and_at_least_one(thousandths: int, length: int) -> None:
+    budget = EvictionConfig(compression=thousandths / 1000).budget_for(length)
+    assert budget == max(1, (1000 - thousandths) * length // 1000)
+    assert budget == max(1, math.floor((1 - Decimal(thousandths) / 1000) * length))
+
+
+def test_an_absolute_budget_does_not_depend_on_the_prompt() -> None:
+    config = EvictionConfig(budget=50)
+    assert [config.budget_for(length) for length in (1, 50, 10_000)] == [50, 50, 50]
+    assert config.compression is None
+
+
+def test_a_prompt_too_short_for_what_is_protected_is_an_error() -> None:
+    config = EvictionConfig(compression=0.9, sinks=4, recent=6)
+    assert config.budget_for(100) == 10
+    with pytest.raises(ValueError, match="protect more tokens than the budget of 9 keeps of a prompt of 99"):
+        config.budget_for(99)
+
+
+@pytest.mark.parametrize("refresh,steps", [(1, [1, 2, 3, 4]), (2, [1, 3, 5]), (4, [1, 5, 9]), ("once", [1])])
+def test_schedules(refresh: Any, steps: list[int]) -> None:
+    config = EvictionConfig(refresh=refresh)
+    assert [step for step in range(1, steps[-1] + 1) if config.refreshes_at(step)] == steps
+    if refresh == "once":
+        assert not any(config.refreshes_at(step) for step in range(2, 5000))
+
+
+def test_named_policies() -> None:
+    assert policy("full") is POLICIES["full"] is None
+    assert policy("inertiakv") == EvictionConfig()
+    assert policy("lazy4") == EvictionConfig(refresh=4)
+    assert policy("score_free") == EvictionConfig(refresh="once")
+    assert policy("cumulative") == EvictionConfig(aggregation="cumulative")
+    assert policy("single") == EvictionConfig(aggregation="single")
+
+
+@pytest.mark.parametrize(
+    "name,changes,expected",
+    [
+        ("lazy4", {"compression": 0.5}, EvictionConfig(refresh=4, compression=0.5)),
+        ("lazy4", {"budget": 64}, EvictionConfig(refresh=4, budget=64)),
+        ("lazy4", {"budget": None}, EvictionConfig(refresh=4)),
+        ("lazy4", {"refresh": 2}, EvictionConfig(refresh=2)),
+        ("inertiakv", {"alpha": 0.95, "sinks": 4}, EvictionConfig(alpha=0.95, sinks=4)),
+        ("inertiakv", {"aggregation": "single"}, EvictionConfig(aggregation="single")),
+        ("single", {"aggregation": "ema"}, EvictionConfig()),
+        ("cumulative", {"aggregation": "ema", "alpha": 0.5}, EvictionConfig(alpha=0.5)),
+        ("inertiakv", {"coupling": "temporal"}, EvictionConfig(coupling="temporal")),
+    ],
+)
+def test_policies_with_changes(name: str, changes: dict[str, Any], expected: EvictionConfig) -> None:
+    assert policy(name, **changes) == expected
+
+
+@pytest.mark.parametrize(
+    "name,changes,match",
+    [
+        ("tova", {}, "unknown policy 'tova'; choose from full, inertiakv"),
+        ("lazy4", {"temperature": 1}, "unknown option 'temperature'"),
+        ("full", {"budget": 5}, "budget has no effect with policy 'full'"),
+        ("full", {"compression": 0.5, "alpha": 0.3}, "compression, alpha has no effect"),
+        ("lazy4", {"budget": 5, "compression": 0.5}, "not both"),
+        ("cumulative", {"alpha": 0.5}, "alpha=0.5 has no effect"),
+        ("single", {"step_alpha": 0.5}, "step_alpha=0.5 has no effect"),
+        ("lazy4", {"budget": 2, "sinks": 3}, "protect more"),
+    ],
+)
+def test_changes_that_cannot_be(name: str, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        policy(name, **changes)

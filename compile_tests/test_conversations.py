@@ -1,0 +1,313 @@
+"""Further turns, stops, saving and loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from compile_tests.tiny import (
+    Spy,
+    assert_same_state,
+    conversation_state,
+    decoder_for,
+    random_prompt,
+    spoil_unused_slots,
+    tiny_model,
+)
+from inertiakv import Decoder, EvictionConfig, Sampling, StopStrings
+
+MODEL = tiny_model(11)
+LAZY = EvictionConfig(compression=0.7, refresh=3, sinks=1, recent=2)
+RULES = [None, LAZY, EvictionConfig(budget=15), EvictionConfig(budget=400, refresh="once")]
+TOLERANCE = 1e-11
+
+
+def turn(length: int, seed: int) -> list[int]:
+    return random_prompt(length, 100 + seed)
+
+
+# Further turns
+# ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [1, 40, 127])
+@pytest.mark.parametrize("answer", [0, 1, 9])
+@pytest.mark.parametrize("further", [1, 2, 30, 130])
+def test_turns_over_the_full_cache_are_one_long_prompt(prompt: int, answer: int, further: int) -> None:
+    decoder, whole = decoder_for(MODEL, None, prefill_chunk=50), decoder_for(MODEL, None)
+    history = random_prompt(prompt)
+    decoder.prefill(history)
+    for seed in range(2):
+        if answer:
+            history = history + decoder.decode(answer).tokens[0]
+        decoder.extend(turn(further, seed))
+        history = history + turn(further, seed)
+    expected = whole.generate(history, 12)
+    assert decoder.decode(12).tokens == expected.tokens
+    assert_same_state(conversation_state(decoder), conversation_state(whole), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "prompts,turns",
+    [([5, 50, 20], [40, 3, 1]), ([100, 3], [280, 290]), ([300, 2], [1, 600]), ([2, 300], [300, 2])],
+    ids=str,
+)
+@pytest.mark.parametrize("eviction", RULES)
+@pytest.mark.parametrize("answer", [0, 1, 4])
+def test_a_rows_turn_is_what_it_would_be_alone(
+    prompts: list[int], turns: list[int], eviction: EvictionConfig | None, answer: int
+) -> None:
+    def converse(rows: list[int]) -> tuple[Decoder, list[list[int]]]:
+        decoder = decoder_for(MODEL, eviction)
+        decoder.prefill([random_prompt(prompts[row], row) for row in rows])
+        if answer:
+            decoder.decode(answer)
+        for seed in range(2):
+            decoder.extend([turn(turns[row], row + 10 * seed) for row in rows])
+            tokens = decoder.decode(6).tokens
+        return decoder, tokens
+
+    if eviction is LAZY:
+        prompts = [max(10, length) for length in prompts]
+    decoder, tokens = converse(list(range(len(prompts))))
+    for row in range(len(prompts)):
+        single, expected = converse([row])
+        assert tokens[row] == expected[0]
+        assert_same_state(conversation_state(decoder, row), conversation_state(single), TOLERANCE)
+
+
+@given(st.integers(1, 60), st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 4, "once"]))
+@settings(max_examples=30)
+def test_a_turn_ends_within_budget_and_positions_go_on(
+    prompt: int, further: int, budget: int, refresh: int | str
+) -> None:
+    spy = Spy(MODEL)
+    decoder = decoder_for(spy, EvictionConfig(budget=budget, refresh=refresh))
+    decoder.generate(random_prompt(prompt), 3)
+    length = prompt + 3
+    for seed in range(2):
+        spy.positions.clear()
+        decoder.extend(turn(further, seed))
+        assert [p for chunk in spy.positions for p in chunk[0]][-further:] == list(
+            range(length, length + further)
+        )
+        assert decoder.cache is not None
+        assert int(decoder.cache.count_B) == min(budget, length + further)
+        stats = decoder.decode(3).stats
+        length += further + 3
+        assert stats.kept_tokens == [min(budget, length - 1)]
+        assert stats.sequence_tokens == [length - 1]
+
+
+def test_the_schedule_begins_anew_with_every_turn() -> None:
+    decoder = decoder_for(MODEL, EvictionConfig(budget=15, refresh=4))
+    assert decoder.generate(random_prompt(40), 8).stats.refreshes == 2  # steps 1 and 5 of 7
+    decoder.extend(turn(9, 1))
+    assert decoder.stats.refreshes == 3
+    assert decoder.decode(5).stats.refreshes == 4  # step 1 was the turn's last token, then 2 to 5
+    once = decoder_for(MODEL, EvictionConfig(budget=15, refresh="once"))
+    once.generate(random_prompt(40), 8)
+    once.extend(turn(9, 1))
+    assert once.decode(9).stats.refreshes == 2
+
+
+def test_rows_that_had_ended_answer_the_next_turn() -> None:
+    decoder = decoder_for(MODEL, EvictionConfig(budget=15))
+    prompts, turns = [random_prompt(40), random_prompt(9, 1)], [turn(5, 1), turn(8, 2)]
+    tokens = decoder.generate(prompts, 5).tokens
+    ended = decoder.generate(prompts, 5, eos_token_ids=[tokens[0][2]])
+    assert "eos" in ended.finish_reasons
+    decoder.extend(turns)
+    out = decoder.decode(6)
+    assert [len(row) for row in out.tokens] == [6, 6]
+    assert out.finish_reasons == ["length", "length"]
+    for row in range(2):
+        single = decoder_for(MODEL, decoder.eviction)
+        single.generate(prompts[row], 5, eos_token_ids=[tokens[0][2]])
+        single.extend(turns[row])
+        assert out.tokens[row] == single.decode(6).tokens[0]
+
+
+@pytest.mark.parametrize("eviction", RULES)
+def test_unused_slots_never_matter_to_a_further_turn(eviction: EvictionConfig | None) -> None:
+    answers = []
+    for spoil in (False, True):
+        decoder = decoder_for(MODEL, eviction)
+        decoder.generate([random_prompt(100), random_prompt(11, 1)], 5)
+        if spoil:
+            spoil_unused_slots(decoder)
+        decoder.extend([turn(5, 1), turn(6, 2)])
+        answers.append(decoder.decode(9).tokens)
+    assert answers[0] == answers[1]
+
+
+def test_what_a_turn_cannot_be() -> None:
+    decoder = decoder_for(tiny_model(11, max_positions=64), EvictionConfig(budget=15))
+    with pytest.raises(ValueError, match="no conversation yet"):
+        decoder.extend([1])
+    expected = decoder.generate([random_prompt(40), random_prompt(9)], 10).tokens
+    decoder.generate([random_prompt(40), random_prompt(9)], 4)
+    for turns, match in (
+        ([1, 2], "1 turns for a conversation of 2 rows"),
+        ([[1], []], "turn 1 has no tokens"),
+        ([[1], [61]], "turn 1 has 61"),
+        ([[1] * 30, [1]], "positions"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            decoder.extend(turns)
+    with pytest.raises(ValueError, match="positions"):
+        decoder.extend([[1], [1]], max_new_tokens=30)
+    assert decoder.decode(6).tokens == [row[4:] for row in expected]
+
+
+# Stops
+# ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eviction", RULES)
+@pytest.mark.parametrize("after", [1, 2, 7])
+def test_a_stop_ends_its_row_alone(eviction: EvictionConfig | None, after: int) -> None:
+    prompts = [random_prompt(40), random_prompt(12, 1), random_prompt(90, 2)]
+    decoder = decoder_for(MODEL, eviction)
+    whole = decoder.generate(prompts, 20).tokens
+    states = [conversation_state(decoder, row) for row in (0, 2)]
+    out = decoder.generate(prompts, 20, stop=lambda row, tokens: row == 1 and len(tokens) == after)
+    assert out.tokens == [whole[0], whole[1][:after], whole[2]]
+    assert out.finish_reasons == ["length", "stop", "length"]
+    for state, row in zip(states, (0, 2), strict=True):
+        assert_same_state(conversation_state(decoder, row), state, TOLERANCE)
+
+
+def test_a_stop_sees_the_answer_as_it_grows() -> None:
+    seen: list[list[int]] = []
+    decoder = decoder_for(MODEL, LAZY)
+    out = decoder.generate(random_prompt(40), 5, stop=lambda row, tokens: seen.append(list(tokens)) or False)
+    assert seen == [out.tokens[0][: i + 1] for i in range(5)]
+
+
+class Letters:
+    """A tokenizer with one letter a token."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+def test_stop_strings_end_a_row_at_their_last_token() -> None:
+    decoder = decoder_for(MODEL, LAZY)
+    tokens = decoder.generate(random_prompt(40), 20).tokens[0]
+    text = Letters().decode(tokens)
+    wanted = text[6:9]
+    stop = StopStrings(Letters(), ["no such text", wanted])
+    out = decoder.generate(random_prompt(40), 20, stop=stop)
+    assert Letters().decode(out.tokens[0]) == text[: text.index(wanted) + 3]
+    assert out.finish_reasons == ["stop"]
+    assert stop.cut(text) == text[: text.index(wanted)]
+    with pytest.raises(ValueError, match="non-empty"):
+        StopStrings(Letters(), [""])
+
+
+# Saving and loading
+# ------------------------------------------------------------------------------------------------------------
+
+
+def at_prompt(decoder: Decoder) -> None:
+    decoder.prefill([random_prompt(60), random_prompt(20, 1)])
+
+
+def at_answer(decoder: Decoder) -> None:
+    decoder.generate([random_prompt(60), random_prompt(20, 1)], 10)
+
+
+def at_first_token(decoder: Decoder) -> None:
+    decoder.generate([random_prompt(60), random_prompt(20, 1)], 1)
+
+
+def at_ended_row(decoder: Decoder) -> None:
+    decoder.generate(
+        [random_prompt(60), random_prompt(20, 1)], 10, stop=lambda row, tokens: row == 0 and len(tokens) > 3
+    )
+
+
+def at_turn(decoder: Decoder) -> None:
+    at_answer(decoder)
+    decoder.extend([turn(30, 1), turn(4, 2)])
+
+
+@pytest.mark.parametrize("point", [at_prompt, at_first_token, at_answer, at_ended_row, at_turn])
+@pytest.mark.parametrize("eviction", RULES)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.9, seed=[4, 5])], ids=["greedy", "drawn"]
+)
+def test_going_on_from_a_file_is_going_on(
+    point: object, eviction: EvictionConfig | None, sampling: Sampling, tmp_path: Path
+) -> None:
+    def go_on(decoder: Decoder) -> tuple[object, ...]:
+        first = decoder.decode(12, sampling=sampling)
+        decoder.extend([turn(5, 3), turn(9, 4)])
+        second = decoder.decode(3, sampling=sampling)
+        stats = second.stats
+        counts = (stats.refreshes, stats.evictions, stats.kept_tokens, stats.sequence_tokens, stats.budgets)
+        return first.tokens, first.finish_reasons, second.tokens, counts
+
+    decoder = decoder_for(MODEL, eviction)
+    point(decoder)
+    decoder.save(tmp_path / "conversation")
+    states = [conversation_state(decoder, row) for row in range(2)]
+    expected = go_on(decoder)
+    for other in (decoder_for(MODEL, eviction), decoder):
+        if other is not decoder:
+            other.generate(random_prompt(33), 3)
+        other.load(tmp_path / "conversation")
+        for row in range(2):
+            assert_same_state(conversation_state(other, row), states[row])
+        assert go_on(other) == expected
+    for row in range(2):
+        assert_same_state(conversation_state(other, row), conversation_state(decoder, row))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: decoder_for(tiny_model(11, layers=3), LAZY),
+        lambda: decoder_for(tiny_model(11, kv_heads=4), LAZY),
+        lambda: decoder_for(tiny_model(11, dtype=torch.float32), LAZY),
+        lambda: decoder_for(tiny_model(11, windows=(8, None)), LAZY),
+        lambda: decoder_for(tiny_model(12), LAZY),
+        lambda: decoder_for(MODEL, None),
+        lambda: decoder_for(MODEL, EvictionConfig(compression=0.7, refresh=3, sinks=1, recent=3)),
+    ],
+    ids=["layers", "kv heads", "dtype", "windows", "weights", "full cache", "rule"],
+)
+def test_a_file_of_another_model_or_rule_is_refused(other: object, tmp_path: Path) -> None:
+    decoder = decoder_for(MODEL, LAZY)
+    at_answer(decoder)
+    decoder.save(tmp_path / "conversation")
+    stranger = other()
+    expected = stranger.generate(random_prompt(30), 12).tokens[0]
+    start = stranger.generate(random_prompt(30), 6).tokens[0]
+    with pytest.raises(ValueError, match="was saved with"):
+        stranger.load(tmp_path / "conversation")
+    assert start + stranger.decode(6).tokens[0] == expected
+
+
+def test_files_that_are_no_conversation(tmp_path: Path) -> None:
+    decoder = decoder_for(MODEL, LAZY)
+    with pytest.raises(ValueError, match="no conversation yet"):
+        decoder.save(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="missing"):
+        decoder.load(tmp_path / "missing")
+    save_file({"k": torch.zeros(3)}, tmp_path / "weights")
+    with pytest.raises(ValueError, match="no saved conversation"):
+        decoder.load(tmp_path / "weights")
+    at_answer(decoder)
+    decoder.save(tmp_path / "whole")
+    data = (tmp_path / "whole").read_bytes()
+    (tmp_path / "truncated").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="no readable"):
+        decoder.load(tmp_path / "truncated")
+    assert decoder.decode(2).tokens

@@ -1,0 +1,128 @@
+"""What is compiled: two graphs a buffer shape, nothing afterwards, and the same tokens as without."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from compile_tests.tiny import random_prompt, tiny_model
+from inertiakv import Decoder, EvictionConfig, Sampling
+from inertiakv.cache import bucket
+from inertiakv.graphs import Graphs
+from models import Transformer
+
+LAZY = EvictionConfig(compression=0.7, refresh=2)
+SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=11)
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return tiny_model(heads=6, kv_heads=2, dtype=torch.float32)
+
+
+def random_prompts(lengths: Sequence[int]) -> list[list[int]]:
+    return [random_prompt(length, seed=row) for row, length in enumerate(lengths)]
+
+
+def addresses(decoder: Decoder) -> list[int]:
+    assert decoder.cache is not None
+    return [tensor.data_ptr() for tensor in decoder.cache.state_dict().values()]
+
+
+@pytest.fixture(scope="module")
+def compiled(model: Transformer) -> Decoder:
+    return Decoder(model, LAZY, compile=True)
+
+
+def test_two_graphs_serve_requests_of_all_lengths_that_fit(model: Transformer, compiled: Decoder) -> None:
+    seen = set()
+    for lengths in ((300, 40), (120, 333), (257, 256)):
+        prompts = random_prompts(lengths)
+        out = compiled.generate(prompts, 12, eos_token_ids=[])
+        eager = Decoder(model, LAZY, compile=False).generate(prompts, 12, eos_token_ids=[])
+        assert out.tokens == eager.tokens
+        assert (out.stats.graphs.compiled, out.stats.graphs.breaks, out.stats.graphs.recompiles) == (2, 0, 0)
+        seen.add(tuple(addresses(compiled)))
+    assert len(seen) == 1, "buffers moved from one request to the next"
+
+
+def test_a_shape_that_comes_back_needs_no_new_graph(model: Transformer) -> None:
+    decoder = Decoder(model, EvictionConfig(budget=20), compile=True)
+    for rows in (1, 2, 1, 2):
+        out = decoder.generate(random_prompts([60] * rows), 4, eos_token_ids=[])
+    assert (out.stats.graphs.compiled, out.stats.graphs.recompiles) == (
+        2,
+        0,
+    )  # rows 1 and 2, always refreshed
+
+
+def test_an_answer_is_not_overwritten_by_later_steps(compiled: Decoder) -> None:
+    prompts = random_prompts((300, 40))
+    first = compiled.generate(prompts, 8, eos_token_ids=[])
+    copy = [list(row) for row in first.tokens]
+    further = compiled.decode(8, eos_token_ids=[])
+    assert first.tokens == copy
+    whole = compiled.generate(prompts, 16, eos_token_ids=[])
+    assert [a + b for a, b in zip(first.tokens, further.tokens, strict=True)] == whole.tokens
+
+
+def test_sampling_is_the_same_compiled_and_eager(model: Transformer) -> None:
+    prompts = random_prompts((200, 31))
+    once = EvictionConfig(compression=0.7, refresh="once")
+    compiled = Decoder(model, once, compile=True).generate(prompts, 12, sampling=SAMPLED, eos_token_ids=[])
+    eager = Decoder(model, once, compile=False).generate(prompts, 12, sampling=SAMPLED, eos_token_ids=[])
+    assert compiled.tokens == eager.tokens
+
+
+def test_garbage_in_unused_slots_changes_nothing(compiled: Decoder) -> None:
+    prompts = random_prompts((300, 40))
+    expected = compiled.generate(prompts, 12, eos_token_ids=[]).tokens
+    compiled.generate(prompts, 6, eos_token_ids=[])
+    cache = compiled.cache
+    assert cache is not None
+    unused_B1N1 = (cache.position_BN < 0)[:, None, :, None]
+    for layer in cache.layers:
+        layer.k_BGND.masked_fill_(unused_B1N1, torch.nan)
+        layer.v_BGND.masked_fill_(unused_B1N1, 1e30)
+    rest = compiled.decode(6, eos_token_ids=[]).tokens
+    assert rest == [row[6:] for row in expected]
+
+    for tensor in (t for layer in cache.layers for t in (layer.k_BGND, layer.v_BGND)):
+        tensor.fill_(torch.nan)
+    assert compiled.generate(prompts, 12, eos_token_ids=[]).tokens == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads, kv_heads, windows", [(7, 1, None), (9, 3, [None, 40])])
+def test_flex_and_dense_agree_compiled(heads: int, kv_heads: int, windows: list[int | None] | None) -> None:
+    model = tiny_model(heads=heads, kv_heads=kv_heads, windows=windows, dtype=torch.float32)
+    prompts = random_prompts((300, 50, 129))
+    runs = {}
+    for attention in ("dense", "flex"):
+        decoder = Decoder(model, LAZY, compile=True, attention=attention, prefill_chunk=200)
+        runs[attention] = decoder.generate(prompts, 12, eos_token_ids=[])
+        assert runs[attention].stats.graphs.recompiles == 0
+    assert runs["dense"].tokens == runs["flex"].tokens
+    assert runs["dense"].stats.graphs.compiled == 2
+    assert runs["flex"].stats.graphs.compiled == 4  # and two lengths of prompt chunks
+
+
+def test_any_number_of_shapes_can_be_compiled() -> None:
+    def double(x: Tensor, *, times: int) -> Tensor:
+        return x * times
+
+    graphs = Graphs(enabled=True, device=torch.device("cpu"))
+    limit = torch._dynamo.config.recompile_limit
+    for size in range(1, limit + 3):
+        assert graphs.run(("double", size), double, torch.ones(size), times=2).sum() == 2 * size
+    assert (graphs.stats.compiled, graphs.stats.recompiles) == (limit + 2, 0)
+
+
+def test_buckets_hold_their_tokens_waste_an_eighth_at_most_and_are_few() -> None:
+    sizes = [bucket(tokens) for tokens in range(1, 70_000)]
+    for tokens, slots in enumerate(sizes, start=1):
+        assert slots % 128 == 0
+        assert tokens <= slots < tokens + max(128, tokens / 8 + 1)
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) < 64
