@@ -11,7 +11,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from compile_tests.oracle import Oracle, Rule, Step
+from compile_tests.oracle import Oracle, Rule
 from compile_tests.tiny import conversation_state, decoder_for, random_prompt, tiny_model
 from inertiakv import Decoder, EvictionConfig
 from models import Transformer
@@ -52,11 +52,11 @@ def models(draw: st.DrawFn) -> Transformer:
     return cached_model(seed, layers=layers, heads=heads, kv_heads=kv_heads, windows=windows)
 
 
-def assert_agrees(decoder: Decoder, oracle: Oracle, expected: Step, row: int = 0) -> None:
-    """The cache after a step of the oracle: kept positions, utilities, and K and V of every layer."""
+def assert_agrees(decoder: Decoder, oracle: Oracle, row: int = 0) -> None:
+    """The same cache as the oracle's: kept positions, utilities, and K and V of every layer."""
     state = conversation_state(decoder, row)
-    assert state.kept == expected.kept
-    wanted_N = torch.tensor([expected.utility[position] for position in state.kept], dtype=torch.float64)
+    assert state.kept == sorted(oracle.utility)
+    wanted_N = torch.tensor([oracle.utility[position] for position in state.kept], dtype=torch.float64)
     torch.testing.assert_close(state.utility_N, wanted_N, rtol=TOLERANCE, atol=1e-12)
     for mine_LGND, theirs in ((state.k_LGND, oracle.k), (state.v_LGND, oracle.v)):
         wanted_LNGD = np.array([[layer[position] for position in state.kept] for layer in theirs])
@@ -75,7 +75,7 @@ def follow(decoder: Decoder, oracle: Oracle, token: int, steps: int) -> list[int
         if step.unclear:
             return None
         assert decoder.decode(1).tokens == [[step.token]]
-        assert_agrees(decoder, oracle, step)
+        assert_agrees(decoder, oracle)
         if refreshes is not None:
             assert decoder.stats.refreshes - refreshes == step.refreshed
         answer.append(step.token)
@@ -126,7 +126,7 @@ def test_every_row_of_a_ragged_batch_follows_the_method(
             answer.append(step.token)
         if not unclear:
             assert tokens[row] == answer
-            assert_agrees(decoder, oracle, step, row)
+            assert_agrees(decoder, oracle, row)
 
 
 @settings(max_examples=25)
@@ -154,7 +154,7 @@ def test_further_turns_follow_the_method(
         decoder.extend(turn)
         if step.unclear:
             return
-        assert_agrees(decoder, oracle, step)
+        assert_agrees(decoder, oracle)
         answer = follow(decoder, oracle, step.token, 5)
 
 
@@ -182,6 +182,89 @@ def test_float32_chooses_the_tokens_of_the_method(seed: int, refresh: int) -> No
     decoder = decoder_for(tiny_model(seed, layers=3, dtype=torch.float32), EvictionConfig(**rule.options()))
     assert decoder.generate(prompt, 41).tokens == [answer]
     assert conversation_state(decoder).kept == sorted(oracle.utility)
+
+
+class Talk:
+    """One row's conversation, of which each token of an answer is fed when the next one is asked for."""
+
+    def __init__(self, model: Transformer, rule: Rule | None, prompt: list[int]) -> None:
+        self.oracle = Oracle(model, rule)
+        self.next: int | None = self.oracle.prefill(prompt)
+        self.last = self.next
+        self.ended = self.unclear = False
+
+    def decode(self, count: int, eos: list[int]) -> list[int]:
+        answer: list[int] = []
+        while len(answer) < count and not self.ended:
+            if self.next is None:
+                self._feed()
+            assert self.next is not None
+            self.last, self.next = self.next, None
+            answer.append(self.last)
+            self.ended = self.last in eos
+        if self.oracle.budget is not None and len(self.oracle.utility) > self.oracle.budget:
+            self._feed()  # an answer of one token: its first step brings the cache to budget
+        return answer
+
+    def _feed(self) -> None:
+        step = self.oracle.decode(self.last)
+        self.next, self.unclear = step.token, self.unclear or step.unclear
+
+    def extend(self, turn: list[int]) -> None:
+        step = self.oracle.extend(turn if self.next is not None else [self.last, *turn])
+        self.next, self.unclear, self.ended = step.token, self.unclear or step.unclear, False
+
+
+actions = st.one_of(
+    st.tuples(st.just("decode"), st.integers(2, 7)),
+    st.tuples(st.just("extend"), st.integers(1, 30)),
+    st.tuples(st.just("reload"), st.just(0)),
+)
+
+
+@settings(max_examples=60)
+@given(
+    rule=st.one_of(st.none(), rules()),
+    model=models(),
+    lengths=st.lists(st.integers(8, 60), min_size=1, max_size=3),
+    eos=st.lists(st.integers(0, 60), max_size=5),
+    script=st.lists(actions, min_size=1, max_size=6),
+)
+def test_conversations_follow_the_method(
+    rule: Rule | None,
+    model: Transformer,
+    lengths: list[int],
+    eos: list[int],
+    script: list[tuple[str, int]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    if rule is not None and any(rule.sinks + rule.recent > rule.budget_for(length) for length in lengths):
+        return
+    config = None if rule is None else EvictionConfig(**rule.options())
+    prompts = [random_prompt(length, seed) for seed, length in enumerate(lengths)]
+    talks = [Talk(model, rule, prompt) for prompt in prompts]
+    decoder = decoder_for(model, config)
+    decoder.prefill(prompts)
+    for number, (action, size) in enumerate(script):
+        if action == "decode":
+            tokens = decoder.decode(size, eos_token_ids=eos).tokens
+            expected = [talk.decode(size, eos) for talk in talks]
+        elif action == "extend":
+            turns = [random_prompt(max(1, size - 9 * row), 50 + number + row) for row in range(len(talks))]
+            decoder.extend(turns)
+            for talk, turn in zip(talks, turns, strict=True):
+                talk.extend(turn)
+        else:
+            path = tmp_path_factory.mktemp("saved") / "conversation"
+            decoder.save(path)
+            decoder = decoder_for(model, config)
+            decoder.load(path)
+        if any(talk.unclear for talk in talks):
+            return
+        if action == "decode":
+            assert tokens == expected
+        for row, talk in enumerate(talks):
+            assert_agrees(decoder, talk.oracle, row)
 
 
 @pytest.mark.slow

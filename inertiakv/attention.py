@@ -6,7 +6,7 @@ sees nothing and yields zeros. With it prefill, ragged batches, decoding and a f
 with another T.
 
 Shape letters: B batch, T query tokens, H query heads, G KV heads, R query heads a KV head (H = G * R), N
-slots, D head dim, Q and K blocks of queries and of slots, M queries of a KV head (R * T).
+slots, D head dim, Q and K blocks of queries and of slots.
 """
 
 from __future__ import annotations
@@ -87,14 +87,17 @@ def dense_chunk(
     for start in range(0, total, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, total)
         keys = min(slots, end_slot - (total - end))
-        seen_BTN = visible(position_BN[:, :keys], query_BT[:, start:end], window)
-        # Query heads of a KV head are laid side by side as more queries, which leaves K and V unexpanded.
-        q_BGMD = rearrange(q_BHTD[:, :, start:end], "b (g r) t d -> b g (r t) d", g=k_BGND.shape[1])
-        mask_B1MN = seen_BTN.repeat(1, q_BHTD.shape[1] // k_BGND.shape[1], 1)[:, None]
-        out_BGMD = F.scaled_dot_product_attention(
-            q_BGMD, k_BGND[:, :, :keys], v_BGND[:, :, :keys], attn_mask=mask_B1MN, scale=scale
+        seen_B1TN = visible(position_BN[:, :keys], query_BT[:, start:end], window)[:, None]
+        blocks.append(
+            F.scaled_dot_product_attention(
+                q_BHTD[:, :, start:end],
+                k_BGND[:, :, :keys],
+                v_BGND[:, :, :keys],
+                attn_mask=seen_B1TN,
+                scale=scale,
+                enable_gqa=True,
+            )
         )
-        blocks.append(rearrange(out_BGMD, "b g (r t) d -> b (g r) t d", t=end - start))
     out_BHTD = torch.cat(blocks, dim=2)
     return torch.where((query_BT >= 0)[:, None, :, None], out_BHTD, 0.0)
 

@@ -1,0 +1,150 @@
+"""The attention forms against a plain softmax over the visible slots, in any order of slots."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from inertiakv.attention import choose_backend, dense_chunk, dense_step, flex, flex_mask, flex_step, visible
+
+GROUPINGS = [(2, 2), (6, 2), (4, 1), (12, 2), (7, 1), (16, 2)]  # 1, 3, 4, 6, 7 and 8 query heads a KV head
+D = 16
+SCALE = 0.3
+
+
+def reference(
+    q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, position_BN: Tensor, query_BT: Tensor, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Output [B, H, T, D] and weights [B, H, T, N] by loops over single queries, in float64."""
+    rows, heads, queries, _ = q_BHTD.shape
+    out = torch.zeros(q_BHTD.shape, dtype=torch.float64)
+    weights = torch.zeros(rows, heads, queries, k_BGND.shape[2], dtype=torch.float64)
+    for b in range(rows):
+        for t in range(queries):
+            p = int(query_BT[b, t])
+            seen = [
+                n
+                for n, j in enumerate(position_BN[b].tolist())
+                if 0 <= j <= p and (window is None or p - j < window)
+            ]
+            for h in range(heads if seen else 0):
+                g = h // (heads // k_BGND.shape[1])
+                logits = k_BGND[b, g, seen].double() @ q_BHTD[b, h, t].double() * SCALE
+                weights[b, h, t, seen] = logits.softmax(0)
+                out[b, h, t] = logits.softmax(0) @ v_BGND[b, g, seen].double()
+    return out, weights
+
+
+def shuffled_cache(kv_heads: int, slots: int, filled: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """K, V and positions of rows that hold positions 0, 3, 6... in slots in no order; the other slots hold
+    NaN keys and huge values."""
+    generator = torch.Generator().manual_seed(seed)
+    k_BGND, v_BGND = torch.randn(2, len(filled), kv_heads, slots, D, generator=generator).unbind()
+    position_BN = torch.full((len(filled), slots), -1, dtype=torch.int32)
+    for row, count in enumerate(filled):
+        used = torch.randperm(slots, generator=generator)[:count]
+        position_BN[row, used] = 3 * torch.arange(count, dtype=torch.int32)
+    unused = (position_BN < 0)[:, None, :, None]
+    return k_BGND.masked_fill(unused, torch.nan), v_BGND.masked_fill(unused, 1e30), position_BN
+
+
+@pytest.mark.parametrize("heads, kv_heads", GROUPINGS)
+@pytest.mark.parametrize("window", [None, 30])
+def test_one_query(heads: int, kv_heads: int, window: int | None) -> None:
+    k_BGND, v_BGND, position_BN = shuffled_cache(kv_heads, 128, [1, 100, 60], seed=heads)
+    q_BHD = torch.randn(3, heads, D, generator=torch.Generator().manual_seed(1))
+    query_B1 = torch.tensor([[0], [310], [90]])
+    expected, weights = reference(q_BHD[:, :, None], k_BGND, v_BGND, position_BN, query_B1, window)
+    out_BHD, weights_BGRN = dense_step(
+        q_BHD, k_BGND, v_BGND, visible(position_BN, query_B1, window)[:, 0], SCALE
+    )
+    torch.testing.assert_close(out_BHD.double(), expected[:, :, 0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(weights_BGRN.flatten(1, 2).double(), weights[:, :, 0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("slots", [1, 127, 128, 129, 255, 257])
+def test_flex_with_any_number_of_slots(slots: int) -> None:
+    k_BGND, v_BGND, position_BN = shuffled_cache(2, slots, [slots, max(1, slots // 2)], seed=slots)
+    q_BHD = torch.randn(2, 6, D, generator=torch.Generator().manual_seed(1))
+    query_B1 = torch.tensor([[3 * slots], [slots]])
+    expected, weights = reference(q_BHD[:, :, None], k_BGND, v_BGND, position_BN, query_B1, None)
+    seen_BN = visible(position_BN, query_B1, None)[:, 0]
+    out_BHD, weights_BGRN = flex_step(
+        q_BHD, k_BGND, v_BGND, flex_mask(position_BN, query_B1, None), seen_BN, SCALE
+    )
+    torch.testing.assert_close(out_BHD.double(), expected[:, :, 0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(weights_BGRN.flatten(1, 2).double(), weights[:, :, 0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("form", ["dense", "flex"])
+@pytest.mark.parametrize("window", [None, 1, 40, 200])
+def test_a_chunk_of_ragged_prompts(form: str, window: int | None) -> None:
+    """Two rows, whose chunk of 300 follows 60 and 20 tokens; the second has only 130 of it, then padding."""
+    generator = torch.Generator().manual_seed(3)
+    slots, queries, starts, lengths = 384, 300, (60, 20), (300, 130)
+    k_BGND, v_BGND = torch.randn(2, 2, 2, slots, D, generator=generator).unbind()
+    q_BHTD = torch.randn(2, 6, queries, D, generator=generator)
+    position_BN = torch.full((2, slots), -1, dtype=torch.int32)
+    query_BT = torch.full((2, queries), -1)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        position_BN[row, : start + length] = torch.arange(start + length, dtype=torch.int32)
+        query_BT[row, :length] = torch.arange(start, start + length)
+    expected, _ = reference(q_BHTD, k_BGND, v_BGND, position_BN, query_BT, window)
+    if form == "dense":
+        end = max(starts) + queries
+        seen = (q_BHTD, k_BGND[:, :, :end], v_BGND[:, :, :end], position_BN[:, :end])
+        out_BHTD = dense_chunk(*seen, query_BT, window, SCALE, end)
+    else:
+        out_BHTD = flex(q_BHTD, k_BGND, v_BGND, flex_mask(position_BN, query_BT, window), SCALE)
+    assert not out_BHTD.isnan().any()
+    real = (query_BT >= 0)[:, None, :, None].expand_as(out_BHTD)
+    torch.testing.assert_close(out_BHTD[real].double(), expected[real], atol=1e-5, rtol=1e-5)
+    assert (out_BHTD[~real] == 0).all()
+
+
+def test_a_row_that_sees_nothing_yields_zeros() -> None:
+    k_BGND, v_BGND, position_BN = shuffled_cache(2, 128, [0, 5], seed=0)
+    q_BHD = torch.randn(2, 4, D)
+    query_B1 = torch.tensor([[7], [7]])
+    out_BHD, weights_BGRN = dense_step(
+        q_BHD, k_BGND, v_BGND, visible(position_BN, query_B1, None)[:, 0], SCALE
+    )
+    assert (out_BHD[0] == 0).all()
+    assert (weights_BGRN[0] == 0).all()
+    torch.testing.assert_close(weights_BGRN[1].sum(-1), torch.ones(2, 2))
+
+
+def test_whole_and_partial_blocks_cover_exactly_what_is_visible() -> None:
+    """Blocks left out hold nothing visible; whole ones hold nothing hidden."""
+    generator = torch.Generator().manual_seed(0)
+    for window in (None, 150, 400):
+        position_BN = torch.full((2, 640), -1, dtype=torch.int32)
+        position_BN[0, :600] = torch.arange(600, dtype=torch.int32)
+        position_BN[1, torch.randperm(640, generator=generator)[:300]] = torch.arange(300, dtype=torch.int32)
+        query_BT = torch.stack([torch.arange(300, 600), torch.arange(0, 300)])
+        mask = flex_mask(position_BN, query_BT, window)
+        blocks = torch.nn.functional.pad(visible(position_BN, query_BT, window), (0, 0, 0, 84))
+        blocks = blocks.unflatten(1, (3, 128)).unflatten(3, (5, 128))
+        for b, q in ((b, q) for b in range(2) for q in range(3)):
+            assert mask.full_kv_num_blocks is not None
+            assert mask.full_kv_indices is not None
+            partial = mask.kv_indices[b, 0, q, : int(mask.kv_num_blocks[b, 0, q])].tolist()
+            whole = mask.full_kv_indices[b, 0, q, : int(mask.full_kv_num_blocks[b, 0, q])].tolist()
+            assert not set(partial) & set(whole)
+            for n in range(5):
+                seen = blocks[b, q, :, n]
+                assert n in partial + whole or not seen.any()
+                assert n not in whole or seen.all()
+
+
+def test_the_backend_is_chosen_in_one_place() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert choose_backend("auto", cpu, torch.bfloat16, True) == "dense"
+    assert choose_backend("auto", cuda, torch.bfloat16, True) == "flex"
+    assert choose_backend("auto", cuda, torch.bfloat16, False) == "dense"
+    assert choose_backend("flex", cpu, torch.float32, False) == "flex"
+    with pytest.raises(ValueError, match="compile=True"):
+        choose_backend("flex", cpu, torch.bfloat16, False)
+    with pytest.raises(ValueError, match="'paged'"):
+        choose_backend("paged", cpu, torch.float32, True)

@@ -1,0 +1,153 @@
+"""Where the time of a decode step goes, found by leaving parts out.
+
+The decode step is compiled once whole and once without each part. What a step gets faster by without a part
+is that part's time: so much can be gained there, and no more. What the parts do not add up to is the rest:
+projections, norms, RoPE, cache writes. Scoring is a step that refreshes less one that does not, and the host's
+share is what `Decoder.decode` takes longer than the bare compiled step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from inertiakv.cache import SlotCache
+from inertiakv.graphs import Graphs
+from inertiakv.rows import Rows
+from inertiakv.steps import decode_step
+from inertiakv.view import CacheView
+from models.layers import MLP
+from models.moe import SparseMLP
+from models.transformer import Transformer
+
+from .machine import synchronize
+from .ours import Ours
+
+METHOD = (
+    "each part left out of the compiled step in turn, the time that it saves; scoring: a step that refreshes "
+    "less one that does not; rest: what remains of the step; host: decode() less the compiled step"
+)
+WARM_UP = 3
+Variant = tuple[bool, tuple[Any, ...]]
+
+
+def _only_write(
+    view: CacheView, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, **_: object
+) -> Tensor:
+    view.cache.layers[layer].write(view.slots_BT, k_BGTD, v_BGTD)
+    return q_BHTD
+
+
+WITHOUT: dict[str, tuple[tuple[type, str, Callable[..., Any]], ...]] = {
+    "attention": ((CacheView, "attend", _only_write),),
+    "eviction": ((SlotCache, "evict_one", lambda cache, protected_BN, active_B: active_B),),
+    "mlp": (
+        (MLP, "forward", lambda mlp, x: x),
+        (SparseMLP, "forward", lambda mlp, x: x),
+    ),
+    "head_and_sampling": (
+        (Transformer, "head", lambda model, hidden: hidden),
+        (Rows, "choose", lambda rows, logits_BV, *, greedy: None),
+    ),
+}
+"""For each part, what takes the place of the functions that make it up."""
+
+
+def steps_needed(rounds: int, steps: int) -> int:
+    """How many decode steps `break_down` runs."""
+    return (len(WITHOUT) + 2) * (WARM_UP + rounds * steps)
+
+
+@torch.no_grad()
+def break_down(contender: Ours, rounds: int, steps: int) -> dict[str, Any]:
+    """Milliseconds of the parts of one step of a contender that is under way, which it spoils for anything
+    else."""
+    variants: dict[str, tuple[bool, str | None]] = {"whole": (False, None)}
+    if contender.eviction is not None:
+        variants["refresh"] = (True, None)
+    variants |= {part: (False, part) for part in WITHOUT}
+
+    graphs = Graphs(contender.decoder.graphs.enabled, contender.device)
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(rounds + 1):
+        for name, (refresh, part) in variants.items():
+            block = _block(contender, graphs, name, refresh, part, WARM_UP if turn == 0 else steps)
+            times[name] += block if turn else []
+    ms = {name: statistics.median(samples) for name, samples in times.items()}
+
+    whole = ms["whole"]
+    parts = {part: max(0.0, whole - ms[part]) for part in WITHOUT}
+    parts["rest"] = max(0.0, whole - sum(parts.values()))
+    parts["scoring"] = max(0.0, ms["refresh"] - whole) if "refresh" in ms else 0.0
+    return {"method": METHOD, "step_ms": whole, "refresh_step_ms": ms.get("refresh"), "ms": parts}
+
+
+def add_host(breakdown: dict[str, Any], decode_ms: float, refreshes: bool) -> None:
+    """Add the host's share, from the time of a step of `decode` that refreshes or does not."""
+    bare = breakdown["refresh_step_ms"] if refreshes else breakdown["step_ms"]
+    breakdown["ms"]["host"] = max(0.0, decode_ms - bare)
+
+
+def _block(
+    contender: Ours, graphs: Graphs, name: str, refresh: bool, part: str | None, steps: int
+) -> list[float]:
+    """Milliseconds of steps of one variant, or their mean on a GPU."""
+    decoder = contender.decoder
+    assert decoder.cache is not None
+    with contextlib.ExitStack() as stack:
+        for owner, function, replacement in WITHOUT[part] if part else ():
+            stack.enter_context(patch.object(owner, function, replacement))
+        stamps = [_now(contender.device)]
+        for index in range(steps):
+            graphs.run(
+                name,
+                decode_step,
+                decoder.model,
+                decoder.cache,
+                decoder.rows,
+                decoder.method,
+                decoder.aggregation,
+                refresh=refresh,
+                greedy=True,
+            )
+            if contender.device.type == "cpu" or index == steps - 1:
+                stamps.append(_now(contender.device))
+    if len(stamps) == 2:
+        return [1000 * (stamps[1] - stamps[0]) / steps]
+    return [1000 * (after - before) for before, after in zip(stamps, stamps[1:], strict=False)]
+
+
+def _now(device: torch.device) -> float:
+    synchronize(device)
+    return time.perf_counter()
+
+
+def draw(breakdowns: dict[str, dict[str, Any]], file: Path) -> bool:
+    """A bar for each breakdown, by its title, as a picture; whether matplotlib is there to draw it."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.5 * len(breakdowns)), layout="constrained")
+    titles, left = list(breakdowns), [0.0] * len(breakdowns)
+    for part in dict.fromkeys(part for breakdown in breakdowns.values() for part in breakdown["ms"]):
+        widths = [breakdowns[title]["ms"].get(part, 0.0) for title in titles]
+        axes.barh(titles, widths, left=left, label=part.replace("_", " "))
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("ms per decode step")
+    axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+    return True

@@ -1,0 +1,95 @@
+"""Contenders side by side: who is measured when, and what is made of the times."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .contender import CacheUse, Contender, Start
+from .machine import Peak
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Measured:
+    """One contender's numbers: milliseconds of its steps, round by round."""
+
+    contender: Contender
+    start: Start
+    peak_bytes: int | None
+    """By how much memory rose while the prompt was taken in and evicted."""
+    warm_up_ms: float = 0.0
+    warm_up_steps: int = 0
+    rounds: list[list[float]] = field(default_factory=list)
+    single: bool = True
+    """Whether a sample is one step; else the mean of a period of the schedule, or of a block."""
+
+    @property
+    def samples(self) -> list[float]:
+        return [ms for samples in self.rounds for ms in samples]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def compile_seconds(self) -> float:
+        """What the first steps took longer than the same number of later ones."""
+        return max(0.0, self.warm_up_ms - self.warm_up_steps * self.median) / 1000
+
+    def cache(self) -> CacheUse:
+        return self.contender.cache()
+
+
+def begin(contender: Contender, warm_up: int, device: torch.device, say: Say) -> Measured:
+    """Take in a contender's prompt, compile its steps and warm them up. Raises what the contender raises."""
+    say(f"{contender.name}: prompt ...")
+    with Peak(device) as peak:
+        start = contender.start()
+    measured = Measured(contender, start, peak.bytes)
+    say(f"{contender.name}: first steps ...")
+    clock = time.perf_counter()
+    contender.steps(warm_up)
+    measured.warm_up_ms, measured.warm_up_steps = 1000 * (time.perf_counter() - clock), warm_up
+    if hasattr(contender, "forget"):
+        contender.forget()
+    return measured
+
+
+def run_rounds(contenders: Sequence[Measured], rounds: int, steps: int, say: Say) -> None:
+    """Let each contender make a block of steps in turn, as many rounds as are wanted. Who begins changes from
+    round to round, so that what one leaves behind in the machine's caches hits all alike."""
+    for turn in range(rounds):
+        say(f"round {turn + 1} of {rounds} ...")
+        first = turn % len(contenders)
+        for measured in [*contenders[first:], *contenders[:first]]:
+            times = measured.contender.steps(steps)
+            measured.single = len(times) == steps and measured.contender.period == 1
+            measured.rounds.append(by_period(times, measured.contender.period, steps))
+
+
+def by_period(times: list[float], period: int, steps: int) -> list[float]:
+    """Means of whole periods of a schedule, so that its dearer steps have their share in every sample."""
+    if len(times) != steps or period == 1:
+        return times
+    return [statistics.fmean(times[i : i + period]) for i in range(0, steps, period)]
+
+
+def spread(samples: Sequence[float]) -> dict[str, float]:
+    """Median, and the tenth and ninetieth percentiles."""
+    p10, median, p90 = torch.tensor(samples, dtype=torch.float64).quantile(
+        torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    )
+    return {"median": float(median), "p10": float(p10), "p90": float(p90)}
+
+
+def ratio(measured: Measured, reference: Measured) -> float:
+    """A contender's time over the reference's, the median of what the rounds say, each of which compares what
+    was measured within seconds."""
+    pairs = zip(measured.rounds, reference.rounds, strict=True)
+    return statistics.median(statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs)

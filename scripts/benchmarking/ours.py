@@ -1,0 +1,141 @@
+"""inertiakv's decoder as a contender, driven as anyone would drive it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inertiakv import Decoder, EvictionConfig
+from inertiakv.cache import SlotCache
+
+from .contender import CacheUse, Case, Kinds, Start
+from .machine import synchronize
+
+
+class Ours:
+    """A named policy. A step's time is what `Decoder.decode` takes for it, bookkeeping on the host included."""
+
+    def __init__(self, name: str, eviction: EvictionConfig | None, case: Case) -> None:
+        self.name, self.eviction, self.case = name, eviction, case
+        refresh = "once" if eviction is None else eviction.refresh
+        self.period = 1 if refresh == "once" else refresh
+        self.device = case.model.device
+        self.kinds = Kinds()
+        self._step = 0
+
+    def start(self) -> Start:
+        """Raises MemoryError where not even the evicted cache fits."""
+        how = "prefill" if not self.case.skip_prefill else "synthetic prompt"
+        try:
+            self.decoder, first_token = self._begin(self.eviction, self.case.prompts())
+        except MemoryError:
+            if not self.case.skip_prefill or self.eviction is None:
+                raise
+            # Rows that hold what their budgets keep of the prompt, as if they had been prefilled one by one.
+            kept = [tokens[: self.eviction.budget_for(len(tokens))] for tokens in self.case.prompts()]
+            evicted = dataclasses.replace(self.eviction, budget=None, compression=0.0)
+            how, (self.decoder, first_token) = "evicted cache", self._begin(evicted, kept)
+        first_step = self.decoder.stats.seconds.first_step
+        self._step = self.decoder.stats.refreshes  # the step that evicts is the schedule's first
+        return Start(
+            how,
+            None if self.case.skip_prefill else 1000 * first_token,
+            1000 * first_step if first_step else None,
+        )
+
+    def _begin(self, eviction: EvictionConfig | None, prompts: list[list[int]]) -> tuple[Decoder, float]:
+        """A decoder with its prompts taken in, one token answered, evicted; and the seconds of that token."""
+        decoder = Decoder(
+            self.case.model, eviction, compile=self.case.compiled, attention=self.case.attention
+        )
+        if self.case.skip_prefill:
+            fill_instead_of_prefill(decoder)
+        synchronize(self.device)
+        begin = time.perf_counter()
+        with contextlib.closing(
+            decoder.stream(prompts, self.case.new_tokens, eos_token_ids=())  # type: ignore[type-var]
+        ) as stream:
+            next(stream)
+            seconds = time.perf_counter() - begin
+        return decoder, seconds
+
+    def steps(self, count: int) -> list[float]:
+        if self.device.type == "cuda":  # reading every token would stop the device at every step
+            synchronize(self.device)
+            begin = time.perf_counter()
+            self.decoder.decode(count, eos_token_ids=())
+            synchronize(self.device)
+            self._step += count
+            return [1000 * (time.perf_counter() - begin) / count]
+        stamps = [time.perf_counter()]
+
+        def stamp(row: int, tokens: list[int]) -> bool:
+            if row == 0:
+                stamps.append(time.perf_counter())
+            return False
+
+        self.decoder.decode(count, eos_token_ids=(), stop=stamp)
+        times = [1000 * (after - before) for before, after in zip(stamps, stamps[1:], strict=False)]
+        for milliseconds in times:
+            self._step += 1
+            refreshed = self.eviction is not None and self.eviction.refreshes_at(self._step)
+            (self.kinds.refresh if refreshed else self.kinds.plain).append(milliseconds)
+        return times
+
+    def forget(self) -> None:
+        """Forget the step times by kind so far: they were for warming up."""
+        self.kinds = Kinds()
+
+    def cache(self) -> CacheUse:
+        return CacheUse(self.decoder.stats.kept_tokens, self.decoder.stats.cache_bytes)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        stats, kinds = self.decoder.stats, self.kinds
+        mixed = bool(kinds.refresh and kinds.plain)
+        return {
+            "config": None if self.eviction is None else dataclasses.asdict(self.eviction),
+            "attention": self.decoder.method.backend,
+            "ms_by_kind": {kind: statistics.median(ms) for kind, ms in vars(kinds).items()} if mixed else None,
+            "graphs": {
+                "compiled": stats.graphs.compiled,
+                "breaks": stats.graphs.breaks,
+                "recompiles": stats.graphs.recompiles,
+            },
+        }
+
+
+def fill_instead_of_prefill(decoder: Decoder) -> None:
+    """Make a decoder enter prompts into its cache as random K and V, which takes no time at any length."""
+
+    class Filling:
+        chunk = 1
+
+        @staticmethod
+        def enter(
+            cache: SlotCache, rows: list[list[int]], slots: list[int], positions: list[int], _progress: object
+        ) -> Tensor:
+            for row, tokens in enumerate(rows):
+                end = slots[row] + len(tokens)
+                cache.position_BN[row, slots[row] : end] = torch.arange(
+                    positions[row], positions[row] + len(tokens), device=cache.device
+                )
+                cache.free_B[row] = end
+                first = cache.layers[0]
+                for layer in cache.layers:
+                    for name in ("k_BGND", "v_BGND"):
+                        target = getattr(layer, name)[row, :, slots[row] : end]
+                        if layer is first:
+                            target.normal_()
+                        else:
+                            target.copy_(getattr(first, name)[row, :, slots[row] : end])
+            hidden = decoder.model.config.hidden_size
+            return torch.randn(len(rows), hidden, dtype=cache.dtype, device=cache.device)
+
+    decoder._prefill = Filling()  # type: ignore[assignment]

@@ -1,0 +1,116 @@
+"""Results as tables: for a terminal, and for a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, str]
+
+
+def cases(result: dict[str, Any]) -> list[tuple[str, list[Row]]]:
+    """A title and a table's rows for each setting that contenders were measured in."""
+    settings = dict.fromkeys(map(_setting, result["contenders"]))
+    return [
+        (_title(result, *setting), [_row(c, result) for c in result["contenders"] if _setting(c) == setting])
+        for setting in settings
+    ]
+
+
+def text(result: dict[str, Any]) -> str:
+    """Everything, for a terminal."""
+    lines = [machine(result), reading(result)]
+    if result.get("compile_seconds"):
+        lines.append(compiling(result))
+    for title, rows in cases(result):
+        lines += ["", title, *_aligned(rows)]
+    for contender in result["contenders"]:
+        if contender.get("profile"):
+            lines += ["", *_profile(contender)]
+    lines += [""] * bool(result["skipped"])
+    lines += [f"left out: {skipped_line(skipped)}" for skipped in result["skipped"]]
+    return "\n".join(lines)
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """Rows as a Markdown table, names to the left, numbers to the right."""
+    heads = list(rows[0])
+    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(cell or ' ' for cell in line)} |" for line in lines)
+
+
+def machine(result: dict[str, Any]) -> str:
+    about = result["machine"]
+    parts = [f"{about['cores']} cores of {about['cpu']} ({about['instructions']}, {about['threads']} threads)"]
+    if "gpu" in about:
+        parts.insert(0, f"{about['gpu']} ({about['gpu_memory_gb']:g} GB)")
+    return f"{', '.join(parts)}, {about['memory_gb']:g} GB of memory"
+
+
+def reading(result: dict[str, Any]) -> str:
+    return f"reads {result['read_gb_per_s']:,.1f} GB/s ({result['read_method']})"
+
+
+def compiling(result: dict[str, Any]) -> str:
+    seconds = result["compile_seconds"]
+    return f"compiles in {seconds['cold']:.1f} s, in {seconds['warm']:.1f} s from the cache on disk"
+
+
+def skipped_line(skipped: dict[str, Any]) -> str:
+    where = f"{skipped['name']} ({skipped['dtype']}, {skipped['context']:,} tokens, batch {skipped['batch']})"
+    return f"{where}: {skipped['reason']}"
+
+
+def _setting(contender: dict[str, Any]) -> tuple[str, int, int]:
+    return contender["dtype"], contender["context"], contender["batch"]
+
+
+def _title(result: dict[str, Any], dtype: str, context: int, batch: int) -> str:
+    title = f"{result['model']['name']}, {dtype}, {context:,} tokens of context, batch {batch}"
+    lengths = next(c["lengths"] for c in result["contenders"] if _setting(c) == (dtype, context, batch))
+    return title if batch == 1 else f"{title} ({min(lengths):,} to {max(lengths):,} tokens a row)"
+
+
+def _row(contender: dict[str, Any], result: dict[str, Any]) -> Row:
+    ms, ratio, kinds = contender["ms_per_step"], contender["ratio"], contender.get("ms_by_kind")
+    return {
+        "contender": contender["name"],
+        "ms/step": f"{ms['median']:.2f}",
+        "p10 to p90": f"{ms['p10']:.2f} to {ms['p90']:.2f}",
+        "scoring/other": f"{kinds['refresh']:.2f}/{kinds['plain']:.2f}" if kinds else "",
+        "token/s": f"{contender['tokens_per_second']:,.1f}",
+        f"of {result['reference']}": "" if ratio is None else f"{ratio:.3f}",
+        "of the limit": "" if contender["share_of_limit"] is None else f"{contender['share_of_limit']:.2f}",
+        "kept": f"{contender['kept_tokens']:,}",
+        "cache MB": f"{contender['cache_bytes'] / 1e6:,.1f}",
+        "first token ms": _milliseconds(contender["first_token_ms"]),
+        "first step ms": _milliseconds(contender["first_step_ms"]),
+    }
+
+
+def _milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _aligned(rows: Sequence[Row]) -> list[str]:
+    heads = [head for head in rows[0] if any(row[head] for row in rows)]
+    widths = [max(len(head), *(len(row[head]) for row in rows)) for head in heads]
+    lines = [heads, *([row[head] for head in heads] for row in rows)]
+    return [
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    ]
+
+
+def _profile(contender: dict[str, Any]) -> list[str]:
+    ms = contender["profile"]["ms"]
+    total = sum(ms.values()) or 1.0
+    where = f"{contender['name']}, {contender['context']:,} tokens, batch {contender['batch']}"
+    lines = [f"a step of {where}, {contender['dtype']}: {contender['profile']['method']}"]
+    width = max(map(len, ms))
+    for part, value in sorted(ms.items(), key=lambda item: -item[1]):
+        bar = "#" * round(40 * value / total)
+        lines.append(f"  {part.replace('_', ' '):{width}}  {value:8.3f} ms  {value / total:4.0%}  {bar}")
+    return lines

@@ -1,0 +1,248 @@
+"""Other implementations of decoding, as contenders on the very same weights, which they share in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inertiakv import memory
+from models import Transformer
+from models.checkpoint import checkpoint_views
+from models.moe import Experts
+
+from .contender import CacheUse, Case, Start
+from .machine import synchronize
+from .traffic import kv_bytes
+
+RIVALS = ("transformers", "transformers-static", "kvpress", "kvpress4")
+KVPRESS_HINT = (
+    "kvpress is not installed here; it needs an older transformers, so an environment of its own: "
+    "`python -m venv .kvpress && .kvpress/bin/pip install kvpress==0.5.5 einops`, then "
+    "`.kvpress/bin/python scripts/bench.py --policies none --against kvpress ... --out kvpress.json`, "
+    "then `--merge kvpress.json` here"
+)
+
+
+def rival(name: str, case: Case, budget: int) -> Transformers | KVPress:
+    """The contender of one of the names in RIVALS. `budget`: tokens to keep, where it evicts at all."""
+    return KVPress(name, case, budget) if name.startswith("kvpress") else Transformers(name, case)
+
+
+def check_rival(name: str) -> None:
+    """Raise ValueError for a rival that cannot run here."""
+    if name not in RIVALS:
+        raise ValueError(f"unknown rival {name!r}; choose from {', '.join(RIVALS)}")
+    if name.startswith("kvpress"):
+        try:
+            import kvpress  # noqa: F401
+        except ImportError as error:
+            raise ValueError(KVPRESS_HINT) from error
+
+
+class _Rival:
+    """What they have in common: the model, the prompt, a cache of transformers."""
+
+    period = 1
+
+    def __init__(self, name: str, case: Case) -> None:
+        self.name, self.case, self.device = name, case, case.model.device
+        self.extra: dict[str, Any] = {}
+        self.kv: Any = None
+        self.lengths = case.lengths
+
+    def _prepare(self) -> None:
+        slots = [max(self.lengths) + self.case.new_tokens] * self.case.batch
+        need = kv_bytes(self.case.model.config, slots, self.case.model.dtype)
+        memory.require({f"{self.name} cache": need}, self.device)
+        self.hf = transformers_model(self.case)
+
+    def _fill(self) -> None:
+        """Random K and V in place of the prompt's."""
+        config, dtype = self.case.model.config, self.case.model.dtype
+        size = (self.case.batch, config.num_kv_heads, max(self.lengths), config.head_dim)
+        k, v = (torch.randn(size, device=self.device).to(dtype) for _ in range(2))
+        for layer in range(config.num_layers):
+            self.kv.update(k.clone(), v.clone(), layer)
+
+    def _allocated(self) -> int:
+        tensors = [tensor for layer in self.kv.layers for tensor in (layer.keys, layer.values)]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+class Transformers(_Rival):
+    """`generate` of transformers, greedy: a dynamic cache with SDPA, or a static one, compiled.
+
+    A step is what lies between two calls of a logits processor. Every block of steps is one call of
+    `generate`, which goes on with the cache of the one before it; what a call takes to begin counts nowhere.
+    """
+
+    def start(self) -> Start:
+        from transformers import DynamicCache, StaticCache
+
+        self._prepare()
+        longest = max(self.lengths)
+        if self.name == "transformers-static":
+            self.kv = StaticCache(config=self.hf.config, max_cache_len=longest + self.case.new_tokens)
+        else:
+            self.kv = DynamicCache(config=self.hf.config)
+        self.ids = torch.zeros(self.case.batch, longest, dtype=torch.int64, device=self.device)
+        self.mask = torch.zeros_like(self.ids)
+        for row, tokens in enumerate(self.case.prompts()):
+            self.ids[row, longest - len(tokens) :] = torch.tensor(tokens, device=self.device)
+            self.mask[row, longest - len(tokens) :] = 1
+        if self.case.skip_prefill:
+            self._fill()
+            self._append(self.ids[:, -1:])
+            return Start("synthetic prompt")
+        synchronize(self.device)
+        begin = time.perf_counter()
+        stamps = self._generate(1)
+        return Start("prefill", first_token_ms=1000 * (stamps[0] - begin))
+
+    def steps(self, count: int) -> list[float]:
+        stamps = self._generate(count + 1)
+        if self.device.type == "cuda":
+            return [1000 * (stamps[count] - stamps[0]) / count]
+        return [1000 * (stamps[i + 1] - stamps[i]) for i in range(count)]
+
+    def cache(self) -> CacheUse:
+        # The last token chosen has not been fed yet.
+        return CacheUse((self.mask.sum(-1) - 1).tolist(), self._allocated())
+
+    def _append(self, ids: Tensor) -> None:
+        self.ids = torch.cat([self.ids, ids], dim=1)
+        self.mask = torch.cat([self.mask, torch.ones_like(ids)], dim=1)
+
+    @torch.no_grad()
+    def _generate(self, new: int) -> list[float]:
+        """Generate; when each token's logits were there."""
+        stamps: list[float] = []
+
+        def stamp(ids: Tensor, scores: Tensor) -> Tensor:
+            if len(stamps) in (0, new - 1):  # no waiting in between, which would slow a GPU down
+                synchronize(self.device)
+            stamps.append(time.perf_counter())
+            return scores
+
+        out = self.hf.generate(
+            self.ids,
+            attention_mask=self.mask,
+            max_new_tokens=new,
+            do_sample=False,
+            logits_processor=[stamp],
+            **{_cache_argument(self.hf): self.kv},
+            **self._compile_options(),
+        )
+        self._append(out[:, self.ids.shape[1] :])
+        return stamps
+
+    def _compile_options(self) -> dict[str, Any]:
+        if self.name != "transformers-static" or not self.case.compiled:
+            return {"disable_compile": True}
+        from transformers import CompileConfig
+
+        config = CompileConfig() if self.device.type == "cuda" else CompileConfig(mode="default")
+        config._compile_all_devices = True  # generate compiles on CUDA alone, unless told so
+        return {"compile_config": config}
+
+
+class KVPress(_Rival):
+    """kvpress: TOVA's scores at every decode step, or at every fourth, in a loop like its own pipeline's."""
+
+    def __init__(self, name: str, case: Case, budget: int) -> None:
+        super().__init__(name, case)
+        self.budget = budget
+        self.period = 4 if name == "kvpress4" else 1
+
+    def start(self) -> Start:
+        if self.case.batch > 1:
+            raise ValueError("its loop decodes one prompt at a time")
+        from kvpress import DecodingPress, TOVAPress
+        from transformers import DynamicCache
+
+        self._prepare()
+        press = DecodingPress(
+            TOVAPress(),
+            compression_interval=self.period,
+            target_size=self.budget,
+            hidden_states_buffer_size=1,
+        )
+        self.kv = DynamicCache(config=self.hf.config)
+        self._open = contextlib.ExitStack()
+        self._open.enter_context(press(self.hf))
+        self.position = self.case.context
+        synchronize(self.device)
+        begin = time.perf_counter()
+        if self.case.skip_prefill:
+            self._fill()
+            self.token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            first_token = None
+        else:
+            self.token = self._feed(torch.tensor(self.case.prompts(), device=self.device), 0)
+            first_token = 1000 * (time.perf_counter() - begin)
+        first_step = self.steps(self.period)[-1]
+        return Start("synthetic prompt" if self.case.skip_prefill else "prefill", first_token, first_step)
+
+    def steps(self, count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            self.token = self._feed(self.token, self.position)
+            self.token.item()  # its pipeline looks for the end at every step
+            self.position += 1
+            times.append(1000 * (time.perf_counter() - begin))
+        return times
+
+    def cache(self) -> CacheUse:
+        return CacheUse([self.kv.layers[0].keys.shape[2]], self._allocated())
+
+    @torch.no_grad()
+    def _feed(self, ids: Tensor, position: int) -> Tensor:
+        positions = torch.arange(position, position + ids.shape[1], device=self.device)[None]
+        out = self.hf(
+            input_ids=ids, past_key_values=self.kv, position_ids=positions, logits_to_keep=1, use_cache=True
+        )
+        return out.logits[:, -1].argmax(-1, keepdim=True)
+
+
+def transformers_model(case: Case) -> Any:
+    """The same model in transformers. Its weights are those of ours, not a copy."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    raw = {**case.raw, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None, "use_cache": True}
+    config = AutoConfig.for_model(**raw)
+    model = case.model
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
+    hf.load_state_dict(dict(_state(model)), strict=False, assign=True)
+    hf.tie_weights()
+    hf.model.rotary_emb = type(hf.model.rotary_emb)(config).to(model.device)
+    left = [name for name, tensor in [*hf.named_parameters(), *hf.named_buffers()] if tensor.is_meta]
+    assert not left, f"not filled: {left}"
+    hf.generation_config = GenerationConfig(pad_token_id=0)
+    return hf.eval()
+
+
+def _state(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors by transformers' names, which stacks experts as we do."""
+    for name, view in checkpoint_views(model):
+        if ".experts." not in name:
+            yield name, view
+    for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            yield f"model.{path}.gate_up_proj", module.gate_up_XOI
+            yield f"model.{path}.down_proj", module.down_XOI
+
+
+def _cache_argument(hf: Any) -> str:
+    """What `generate` calls its cache: the name has changed between versions."""
+    names = inspect.signature(hf.prepare_inputs_for_generation).parameters
+    return "cache" if "cache" in names else "past_key_values"

@@ -1,0 +1,48 @@
+"""How many bytes a decode step has to read, by formula: what no implementation can do without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from inertiakv.protocol import Sizes
+from models import ModelConfig, Transformer
+from models.moe import Experts
+
+
+def weight_bytes(model: Transformer, batch: int) -> int:
+    """Weights that a step of `batch` rows reads, each once.
+
+    All of them but an embedding table that is not the vocabulary head as well, of which a step looks up one
+    line a row; and of a layer's experts no more than the rows can choose.
+    """
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if not model.config.tie_embeddings:
+        total -= _bytes(model.embed_tokens)
+    moe = model.config.moe
+    if moe is not None:
+        active = min(moe.num_experts, batch * moe.top_k)
+        for module in model.modules():
+            if isinstance(module, Experts):
+                total -= _bytes(module) * (moe.num_experts - active) // moe.num_experts
+    return total
+
+
+def kv_bytes(config: ModelConfig | Sizes, kept: Sequence[int], dtype: torch.dtype) -> int:
+    """K and V of the kept tokens, in all layers: by formula, not as allocated."""
+    token = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return config.num_layers * sum(kept) * token
+
+
+def step_bytes(model: Transformer, kept: Sequence[int]) -> int:
+    """Bytes that a step of rows with `kept` tokens has to read: weights once, and K and V once, where a layer
+    slides of its window alone."""
+    config = model.config
+    token = 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+    seen = sum(n if window is None else min(n, window) for window in config.windows for n in kept)
+    return weight_bytes(model, len(kept)) + seen * token
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
