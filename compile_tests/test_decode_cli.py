@@ -144,9 +144,11 @@ def test_text_streams_and_equals_the_text_at_the_end(cli: Cli, monkeypatch: pyte
 
 def test_progress_and_summary_go_to_stderr(cli: Cli, folder: Path) -> None:
     result = cli("--prompt", TEXT, "--max-new-tokens", 8, "--budget", 70)
+    tokens = len(f"[user]{TEXT}[assistant]") + 2
     assert result.err.startswith(f"loading {folder} ...\n")
+    assert f"\nprefill of {tokens} tokens ...\n" in result.err
     summary = dict(re.findall(r"^(\S.*?) {2,}(\S.*)$", result.err, re.MULTILINE))
-    assert summary["prompt tokens"] == str(len(f"[user]{TEXT}[assistant]") + 2)
+    assert summary["prompt tokens"] == str(tokens)
     assert summary["kept tokens"] == "70"
     assert summary["new tokens"] == "8"
     assert "compiling" not in result.err

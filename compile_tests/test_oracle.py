@@ -202,7 +202,9 @@ class Talk:
             self.last, self.next = self.next, None
             answer.append(self.last)
             self.ended = self.last in eos
-        if self.oracle.budget is not None and len(self.oracle.utility) > self.oracle.budget:
+        budget = self.oracle.budget
+        overfull = budget is not None and len(self.oracle.utility) > budget
+        if budget is not None and self.oracle.step == 0 and (overfull or not self.ended):
             self._feed()  # an answer of one token: its first step brings the cache to budget
         return answer
 
@@ -216,7 +218,7 @@ class Talk:
 
 
 actions = st.one_of(
-    st.tuples(st.just("decode"), st.integers(2, 7)),
+    st.tuples(st.just("decode"), st.integers(1, 7)),
     st.tuples(st.just("extend"), st.integers(1, 30)),
     st.tuples(st.just("reload"), st.just(0)),
 )

@@ -163,6 +163,13 @@ class SlotCache(nn.Module):
         self.utility_BN.scatter_(1, free_B1, 0.0)
         return evicts_B
 
+    def keep(self, keep_BN: Tensor) -> None:
+        """Evict all tokens but those that `keep_BN` marks, in place. Every row must have an empty slot
+        then."""
+        self.position_BN.masked_fill_(~keep_BN, EMPTY)
+        self.utility_BN.masked_fill_(~keep_BN, 0.0)
+        self.free_B.copy_((~keep_BN).int().argmax(-1))
+
     def take_from(self, source: SlotCache, keep_BN: Tensor, *, release: bool) -> None:
         """Become a copy of the tokens that `keep_BN` marks in `source`, oldest first, with their utilities.
 

@@ -172,6 +172,7 @@ class Decoder:
             self._move_to(self.buffers.prompt_cache(len(rows), longest + max_new_tokens))
         self.rows.finished_B.fill_(False)
         self._stopped.clear()
+        self._turn = object()
         if self.eviction is None:
             self._enter(rows, progress)
             return
@@ -215,6 +216,7 @@ class Decoder:
             None  # of the last token fed, where none has been chosen from them yet
         )
         self._turn_step = 0  # decode steps of this turn: the refresh schedule's t
+        self._turn = object()  # whose answer a stream is
         self._stopped: set[int] = set()  # rows that `stop` has ended
 
     def _conversation(self) -> SlotCache:
@@ -272,8 +274,12 @@ class Decoder:
             logits_BV, keep_BN = evicting_step(
                 self.model, cache, self.rows, self.method, self.aggregation, filled
             )
-            slots = self.buffers.decode_slots(keep_BN.sum(-1).tolist(), cache.budget_B.tolist(), new_tokens)
-            self._move_to(self.buffers.decode_cache(self.stats.batch, slots), keep_BN)
+            if self.buffers.is_decode_cache(cache):
+                cache.keep(keep_BN)
+            else:
+                counts, budgets = keep_BN.sum(-1).tolist(), cache.budget_B.tolist()
+                slots = self.buffers.decode_slots(counts, budgets, new_tokens)
+                self._move_to(self.buffers.decode_cache(self.stats.batch, slots), keep_BN)
         self._logits_BV, self._overfull = logits_BV, False
         self._turn_step += 1
         self.stats.refreshes += 1
@@ -296,10 +302,15 @@ class Decoder:
         with torch.no_grad():
             if not self._overfull and cache.shape.slots < slots:
                 self._move_to(self.buffers.decode_cache(self.stats.batch, slots))
+        turn = self._turn
         try:
-            yield from self._read(self._steps(max_new_tokens, sampling.greedy, read_every), stop)
+            for tokens in self._read(self._steps(max_new_tokens, sampling.greedy, read_every), stop):
+                yield tokens
+                if self._turn is not turn:
+                    raise ValueError("this answer's conversation has gone on without it")
         except GeneratorExit:
-            self._settle(max_new_tokens)
+            if self._turn is turn:
+                self._settle(max_new_tokens)
             raise
         self._settle(max_new_tokens)
 
@@ -317,8 +328,10 @@ class Decoder:
 
     @torch.no_grad()
     def _settle(self, new_tokens: int) -> None:
-        """After an answer: an answer of one token has not evicted yet. Then the stats."""
-        if self._overfull:
+        """After an answer. One of a single token has not taken the first step, in which its prompt is scored
+        and evicted; it is taken here, so that no cache stays overfull."""
+        unfed = self._logits_BV is None and not bool(self.rows.finished_B.all())
+        if self.eviction is not None and self._turn_step == 0 and (unfed or self._overfull):
             self._evict_to_budget(new_tokens)
         self._finish_stats()
 

@@ -172,7 +172,8 @@ def decode(args: Arguments) -> None:
             print(heading, flush=True)
         decoder = Decoder(model, eviction, compile=args.machine.compile, attention=args.machine.attention)
         watcher = LiveAnswer(answer) if live else stop
-        bar = PrefillBar(then="compiling the decode step ..." if args.machine.compile else None)
+        then = "compiling the decode step ..." if args.machine.compile else None
+        bar = PrefillBar(sum(map(len, rows)), then)
         with contextlib.closing(bar):
             out = decoder.generate(rows, max_new_tokens, sampling=sampling, stop=watcher, progress=bar)
         if isinstance(watcher, LiveAnswer):

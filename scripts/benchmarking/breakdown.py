@@ -2,8 +2,8 @@
 
 The decode step is compiled once whole and once without each part. What a step gets faster by without a part
 is that part's time: so much can be gained there, and no more. What the parts do not add up to is the rest:
-projections, norms, RoPE, cache writes. Scoring is a step that refreshes less one that does not, and the host's
-share is what `Decoder.decode` takes longer than the bare compiled step.
+projections, norms, RoPE, cache writes. Scoring is a step that refreshes less one that does not, and the
+host's share is what `Decoder.decode` takes longer than the bare compiled step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +37,6 @@ METHOD = (
     "less one that does not; rest: what remains of the step; host: decode() less the compiled step"
 )
 WARM_UP = 3
-Variant = tuple[bool, tuple[Any, ...]]
 
 
 def _only_write(
@@ -67,9 +67,9 @@ def steps_needed(rounds: int, steps: int) -> int:
 
 
 @torch.no_grad()
-def break_down(contender: Ours, rounds: int, steps: int) -> dict[str, Any]:
-    """Milliseconds of the parts of one step of a contender that is under way, which it spoils for anything
-    else."""
+def break_down(contender: Ours, rounds: int, steps: int, decode_ms: float) -> dict[str, Any]:
+    """Milliseconds of the parts of a contender's average step, which `Decoder.decode` takes `decode_ms` for.
+    The contender is under way, and spoilt by this for anything else."""
     variants: dict[str, tuple[bool, str | None]] = {"whole": (False, None)}
     if contender.eviction is not None:
         variants["refresh"] = (True, None)
@@ -86,14 +86,9 @@ def break_down(contender: Ours, rounds: int, steps: int) -> dict[str, Any]:
     whole = ms["whole"]
     parts = {part: max(0.0, whole - ms[part]) for part in WITHOUT}
     parts["rest"] = max(0.0, whole - sum(parts.values()))
-    parts["scoring"] = max(0.0, ms["refresh"] - whole) if "refresh" in ms else 0.0
-    return {"method": METHOD, "step_ms": whole, "refresh_step_ms": ms.get("refresh"), "ms": parts}
-
-
-def add_host(breakdown: dict[str, Any], decode_ms: float, refreshes: bool) -> None:
-    """Add the host's share, from the time of a step of `decode` that refreshes or does not."""
-    bare = breakdown["refresh_step_ms"] if refreshes else breakdown["step_ms"]
-    breakdown["ms"]["host"] = max(0.0, decode_ms - bare)
+    parts["scoring"] = contender.refresh_share * max(0.0, ms.get("refresh", 0.0) - whole)
+    parts["host"] = max(0.0, decode_ms - whole - parts["scoring"])
+    return {"method": METHOD, "ms": {part: round(value, 4) for part, value in parts.items()}}
 
 
 def _block(
@@ -122,7 +117,7 @@ def _block(
                 stamps.append(_now(contender.device))
     if len(stamps) == 2:
         return [1000 * (stamps[1] - stamps[0]) / steps]
-    return [1000 * (after - before) for before, after in zip(stamps, stamps[1:], strict=False)]
+    return [1000 * (after - before) for before, after in pairwise(stamps)]
 
 
 def _now(device: torch.device) -> float:
@@ -130,8 +125,9 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def draw(breakdowns: dict[str, dict[str, Any]], file: Path) -> bool:
-    """A bar for each breakdown, by its title, as a picture; whether matplotlib is there to draw it."""
+def draw(contenders: Sequence[dict[str, Any]], file: Path) -> bool:
+    """A bar for each contender of a results file that has a profile, as a picture; whether matplotlib is
+    there to draw it."""
     try:
         import matplotlib
     except ImportError:
@@ -139,10 +135,15 @@ def draw(breakdowns: dict[str, dict[str, Any]], file: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    breakdowns = {
+        f"{c['name']}, {c['dtype']}\n{c['context']:,} tokens, batch {c['batch']}": c["profile"]["ms"]
+        for c in contenders
+        if c.get("profile")
+    }
     figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.5 * len(breakdowns)), layout="constrained")
     titles, left = list(breakdowns), [0.0] * len(breakdowns)
-    for part in dict.fromkeys(part for breakdown in breakdowns.values() for part in breakdown["ms"]):
-        widths = [breakdowns[title]["ms"].get(part, 0.0) for title in titles]
+    for part in dict.fromkeys(part for ms in breakdowns.values() for part in ms):
+        widths = [breakdowns[title].get(part, 0.0) for title in titles]
         axes.barh(titles, widths, left=left, label=part.replace("_", " "))
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()

@@ -1,4 +1,4 @@
-"""How long the decode graphs take to compile: with an empty compile cache, and with the one that this left."""
+"""How long the decode graphs take to compile: with an empty compile cache, and with one that knows them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,10 @@ class Case:
         if self.batch == 1:
             return [self.context]
         half = self.context - self.context // 2
-        return [max(1, self.context - row * (self.context - half) // (self.batch - 1)) for row in range(self.batch)]
+        return [
+            max(1, self.context - row * (self.context - half) // (self.batch - 1))
+            for row in range(self.batch)
+        ]
 
     def prompts(self) -> list[list[int]]:
         """Random tokens."""
@@ -78,6 +81,10 @@ class Contender(Protocol):
     def steps(self, count: int) -> list[float]:
         """Milliseconds of each of `count` decode steps, or of none but their mean where only that is known
         without slowing them down."""
+        ...
+
+    def settled(self) -> None:
+        """The steps from here on count, those before were for warming up."""
         ...
 
     def cache(self) -> CacheUse: ...

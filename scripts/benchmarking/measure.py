@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .contender import CacheUse, Contender, Start
+from .contender import Contender, Start
 from .machine import Peak
 
 Say = Callable[[str], None]
@@ -26,8 +26,8 @@ class Measured:
     warm_up_ms: float = 0.0
     warm_up_steps: int = 0
     rounds: list[list[float]] = field(default_factory=list)
-    single: bool = True
-    """Whether a sample is one step; else the mean of a period of the schedule, or of a block."""
+    steps_per_sample: int = 1
+    """A sample is a step's time, or the mean of so many: of a period of the schedule, or of a block."""
 
     @property
     def samples(self) -> list[float]:
@@ -42,9 +42,6 @@ class Measured:
         """What the first steps took longer than the same number of later ones."""
         return max(0.0, self.warm_up_ms - self.warm_up_steps * self.median) / 1000
 
-    def cache(self) -> CacheUse:
-        return self.contender.cache()
-
 
 def begin(contender: Contender, warm_up: int, device: torch.device, say: Say) -> Measured:
     """Take in a contender's prompt, compile its steps and warm them up. Raises what the contender raises."""
@@ -56,8 +53,7 @@ def begin(contender: Contender, warm_up: int, device: torch.device, say: Say) ->
     clock = time.perf_counter()
     contender.steps(warm_up)
     measured.warm_up_ms, measured.warm_up_steps = 1000 * (time.perf_counter() - clock), warm_up
-    if hasattr(contender, "forget"):
-        contender.forget()
+    contender.settled()
     return measured
 
 
@@ -69,8 +65,9 @@ def run_rounds(contenders: Sequence[Measured], rounds: int, steps: int, say: Say
         first = turn % len(contenders)
         for measured in [*contenders[first:], *contenders[:first]]:
             times = measured.contender.steps(steps)
-            measured.single = len(times) == steps and measured.contender.period == 1
-            measured.rounds.append(by_period(times, measured.contender.period, steps))
+            samples = by_period(times, measured.contender.period, steps)
+            measured.steps_per_sample = steps // len(samples)
+            measured.rounds.append(samples)
 
 
 def by_period(times: list[float], period: int, steps: int) -> list[float]:

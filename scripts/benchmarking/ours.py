@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from .machine import synchronize
 
 
 class Ours:
-    """A named policy. A step's time is what `Decoder.decode` takes for it, bookkeeping on the host included."""
+    """A named policy. A step's time is what `Decoder.decode` takes, with its bookkeeping on the host."""
 
     def __init__(self, name: str, eviction: EvictionConfig | None, case: Case) -> None:
         self.name, self.eviction, self.case = name, eviction, case
         refresh = "once" if eviction is None else eviction.refresh
         self.period = 1 if refresh == "once" else refresh
+        self.refresh_share = 0.0 if refresh == "once" else 1 / refresh
         self.device = case.model.device
         self.kinds = Kinds()
         self._step = 0
@@ -81,15 +83,14 @@ class Ours:
             return False
 
         self.decoder.decode(count, eos_token_ids=(), stop=stamp)
-        times = [1000 * (after - before) for before, after in zip(stamps, stamps[1:], strict=False)]
+        times = [1000 * (after - before) for before, after in pairwise(stamps)]
         for milliseconds in times:
             self._step += 1
             refreshed = self.eviction is not None and self.eviction.refreshes_at(self._step)
             (self.kinds.refresh if refreshed else self.kinds.plain).append(milliseconds)
         return times
 
-    def forget(self) -> None:
-        """Forget the step times by kind so far: they were for warming up."""
+    def settled(self) -> None:
         self.kinds = Kinds()
 
     def cache(self) -> CacheUse:
@@ -102,7 +103,9 @@ class Ours:
         return {
             "config": None if self.eviction is None else dataclasses.asdict(self.eviction),
             "attention": self.decoder.method.backend,
-            "ms_by_kind": {kind: statistics.median(ms) for kind, ms in vars(kinds).items()} if mixed else None,
+            "ms_by_kind": {kind: statistics.median(ms) for kind, ms in vars(kinds).items()}
+            if mixed
+            else None,
             "graphs": {
                 "compiled": stats.graphs.compiled,
                 "breaks": stats.graphs.breaks,

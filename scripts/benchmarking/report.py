@@ -41,14 +41,16 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 def machine(result: dict[str, Any]) -> str:
     about = result["machine"]
-    parts = [f"{about['cores']} cores of {about['cpu']} ({about['instructions']}, {about['threads']} threads)"]
+    parts = [
+        f"{about['cores']} cores of {about['cpu']} ({about['instructions']}, {about['threads']} threads)"
+    ]
     if "gpu" in about:
         parts.insert(0, f"{about['gpu']} ({about['gpu_memory_gb']:g} GB)")
     return f"{', '.join(parts)}, {about['memory_gb']:g} GB of memory"
 
 
 def reading(result: dict[str, Any]) -> str:
-    return f"reads {result['read_gb_per_s']:,.1f} GB/s ({result['read_method']})"
+    return f"reads {result['read_gb_per_s']:,.1f} GB/s ({result['read_by']})"
 
 
 def compiling(result: dict[str, Any]) -> str:

@@ -56,6 +56,9 @@ class _Rival:
         self.kv: Any = None
         self.lengths = case.lengths
 
+    def settled(self) -> None:
+        pass
+
     def _prepare(self) -> None:
         slots = [max(self.lengths) + self.case.new_tokens] * self.case.batch
         need = kv_bytes(self.case.model.config, slots, self.case.model.dtype)
@@ -148,7 +151,7 @@ class Transformers(_Rival):
         from transformers import CompileConfig
 
         config = CompileConfig() if self.device.type == "cuda" else CompileConfig(mode="default")
-        config._compile_all_devices = True  # generate compiles on CUDA alone, unless told so
+        config._compile_all_devices = True  # type: ignore[assignment]  # generate compiles on CUDA alone, unless told so
         return {"compile_config": config}
 
 

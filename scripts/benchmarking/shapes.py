@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from inertiakv import memory
 from models import Transformer, parse_config
 
 NOISE = 4_194_301
@@ -54,9 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": _llama(
         576, 1536, 30, 9, 3, 49152, rope_theta=1e5, max_position_embeddings=8192, tie_word_embeddings=True
     ),
-    "llama-3.2-1b": _llama(
-        2048, 8192, 16, 32, 8, 128256, **_llama3_rope(32.0), tie_word_embeddings=True
-    ),
+    "llama-3.2-1b": _llama(2048, 8192, 16, 32, 8, 128256, **_llama3_rope(32.0), tie_word_embeddings=True),
     "llama-3.1-8b": _llama(4096, 14336, 32, 32, 8, 128256, **_llama3_rope(8.0)),
     "llama-3.3-70b": _llama(8192, 28672, 80, 64, 8, 128256, **_llama3_rope(8.0)),
     "mistral-7b-v0.3": {
@@ -135,9 +134,12 @@ def shape(name: str, layers: int | None) -> dict[str, Any]:
 
 @torch.no_grad()
 def random_model(raw: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Transformer:
-    """A model of a config.json with made-up weights, made where they stay."""
+    """A model of a config.json with made-up weights, made where they stay. MemoryError where they do not
+    fit."""
     with torch.device("meta"):
         model = Transformer(parse_config(raw))
+    size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    memory.require({"weights": size}, device)
     model.to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     noise = torch.randn(NOISE, generator=generator, device=device).mul_(SCALE).to(dtype)
@@ -151,6 +153,6 @@ def random_model(raw: dict[str, Any], dtype: torch.dtype, device: torch.device) 
 
 
 def without_position_limit(model: Transformer, positions: int) -> None:
-    """Let a model take more positions than it was made for. Its answers mean nothing there; its speed does."""
+    """Let a model take more positions than it has. Its answers mean nothing there, its speed does."""
     if model.config.max_positions < positions:
         model.config = dataclasses.replace(model.config, max_positions=positions)

@@ -17,16 +17,16 @@ def say(text: str) -> None:
 
 
 class PrefillBar:
-    """Progress of a prompt, for `progress=` of a decoder: a bar on a terminal, else nothing. `then` is said
-    at the end of it."""
+    """Progress of prompts of `total` tokens in all, for `progress=` of a decoder. `then` is said at the end
+    of it. A bar on a terminal, elsewhere a line."""
 
-    def __init__(self, then: str | None) -> None:
+    def __init__(self, total: int, then: str | None) -> None:
         self.then = then
-        self.bar: tqdm[Any] | None = None
+        self.bar = tqdm(total=total, desc="prefill", unit=" tokens", disable=None, leave=False)
+        if self.bar.disable:
+            say(f"prefill of {total:,} tokens ...")
 
     def __call__(self, done: int, total: int) -> None:
-        if self.bar is None:
-            self.bar = tqdm(total=total, desc="prefill", unit=" tokens", disable=None, leave=False)
         self.bar.update(done - self.bar.n)
         if done == total:
             self.close()
@@ -34,8 +34,7 @@ class PrefillBar:
                 say(self.then)
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        self.bar.close()
 
 
 class Answer:

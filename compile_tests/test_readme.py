@@ -1,0 +1,166 @@
+"""The README is true: its table is the code's, its Python runs, its commands are understood."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import inertiakv
+import models
+from compile_tests.tiny_chat import tiny_chat
+from inertiakv import POLICIES, Decoder
+from models import load_model
+from scripts import decode
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def table(marker: str) -> list[list[str]]:
+    """The cells of a table's rows, those of its head left out."""
+    rows = [line for line in marker.strip().splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows[2:]]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model instead of the default one, and nothing compiled."""
+    folder = tiny_chat(tmp_path / "model", max_positions=32768)
+
+    def load(name: str = "smollm2-135m", **options: Any) -> Any:
+        assert name == "smollm2-135m"
+        return load_model(folder, **options)
+
+    class Eager(Decoder):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **(options | {"compile": False}))
+
+    for module in (models, decode):
+        monkeypatch.setattr(module, "load_model", load)
+    for module in (inertiakv, decode):
+        monkeypatch.setattr(module, "Decoder", Eager)
+    here = tmp_path / "checkout"
+    here.mkdir()
+    (here / "scripts").symlink_to(ROOT / "scripts")
+    monkeypatch.chdir(here)
+
+
+def test_the_table_of_policies() -> None:
+    marked = re.search(r"<!-- policies -->(.*?)<!-- /policies -->", README, re.DOTALL)
+    assert marked is not None
+    rows = table(marked[1])
+    assert [row[0] for row in rows] == [f"`{name}`" for name in POLICIES]
+    for row, config in zip(rows, POLICIES.values(), strict=True):
+        fields = (None,) * 3 if config is None else (config.aggregation, config.alpha, config.refresh)
+        assert row[1:4] == ["-" if field is None else f"`{field}`" for field in fields]
+
+
+def test_the_table_of_options(capsys: pytest.CaptureFixture[str]) -> None:
+    section = README.split("## From the command line")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(--[a-z-]+)", "".join(row[0] for row in table(section))))
+    with pytest.raises(SystemExit):
+        decode.main(["--help"])
+    offered = set(
+        re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"python scripts.*", "", capsys.readouterr().out))
+    )
+    assert named == offered - {"--help"}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_python(capsys: pytest.CaptureFixture[str]) -> None:
+    """One after the other, as a reader types them."""
+    namespace: dict[str, Any] = {"Tensor": Tensor}
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert namespace["decoder"].eviction == POLICIES["lazy4"]
+    printed = capsys.readouterr().out
+    assert printed.endswith("True\n")
+    assert "tokens are kept" in printed
+
+
+def test_the_scorer_is_the_codes() -> None:
+    (scorer,) = (block for block in blocks("python") if block.startswith("def "))
+    assert scorer in (ROOT / "inertiakv" / "scorers.py").read_text(encoding="utf-8")
+
+
+def recorded_commands(folder: Path) -> list[tuple[str, list[str], str]]:
+    """Every program that the README's shell blocks call, with its arguments and what it read from a pipe. The
+    shell is a real one, the programs write down what they are asked."""
+    programs, log = folder / "bin", folder / "log"
+    programs.mkdir()
+    for name in ("python", "pip", "make"):
+        shim = programs / name
+        shim.write_text(
+            f"#!{sys.executable}\n"
+            "import json, stat, sys, os\n"
+            "piped = stat.S_ISFIFO(os.fstat(0).st_mode)\n"
+            f"entry = [{name!r}, sys.argv[1:], sys.stdin.read() if piped else '']\n"
+            f"print(json.dumps(entry), file=open({str(log)!r}, 'a'))\n"
+        )
+        shim.chmod(0o755)
+    environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    for block in blocks("bash"):
+        subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block], check=True, env=environment, stdin=subprocess.DEVNULL
+        )
+    return [tuple(json.loads(line)) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    seen = set()
+    for program, argv, piped in recorded_commands(tmp_path):
+        seen.add(program)
+        if program == "make":
+            assert argv
+            assert {word for word in argv if "=" not in word} <= set(targets)
+        elif program == "pip":
+            assert argv[0] == "install"
+            assert set(re.findall(r"\w+", "".join(re.findall(r"\[(.*)\]", argv[-1])))) <= set(extras)
+        elif argv[0] == "scripts/decode.py":
+            monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+            assert decode.main(argv[1:]) == 0, capsys.readouterr().err
+            assert capsys.readouterr().out
+        else:
+            assert (ROOT / argv[0]).is_file()
+    assert seen == {"make", "pip", "python"}
+
+
+def test_links() -> None:
+    """Every file and folder that it points to or speaks of is there."""
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_python_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"Python {project['requires-python'].removeprefix('>=')} or later" in README
+
+
+def test_the_demo_is_what_make_runs() -> None:
+    """`make demo` pipes a text and a question that are there into a command line that is understood."""
+    recipe = re.search(r"^demo:.*?\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    files, command = recipe[1].replace("\\\n", " ").split("|")
+    assert all((ROOT / file).is_file() for file in files.split()[1:])
+    argv = command.replace("$(DEMO_ARGS)", "").split()[2:]
+    args = decode.options.parse(decode.Arguments, argv, prog="decode.py", description="")
+    assert [name for name, _ in decode.choose_policies(args.policy)] == ["lazy4", "full"]

@@ -1,0 +1,247 @@
+"""Measure decoding speed: policies of inertiakv and other implementations side by side, in one process.
+
+The contenders take turns, a block of decode steps each, so that whatever the machine does meanwhile hits all
+alike. Every time is set against the limit: the bytes that a step must read (weights once, kept K and V once)
+over the bandwidth that this machine reads with.
+
+Examples:
+  python scripts/bench.py                              SmolLM2-135M: the main policies, and transformers
+  python scripts/bench.py --context 2048,8192 --batch 1,8 --dtype bfloat16,float32
+  python scripts/bench.py --policies full,lazy4 --against none --profile --out lazy.json
+  python scripts/bench.py --shape llama-3.2-1b --layers 4 --context 65536 --skip-prefill
+  python scripts/bench.py --shape llama-3.1-8b --context 65536 --batch 1,16 --skip-prefill --compile-times
+
+Tables go to stdout, or with --json one object, progress to stderr. The exit code is 0, or 2 where the
+command line or a file is wrong, or nothing could be measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
+
+from models import Transformer, load_model
+from models.hub import find_folder
+from scripts.benchmarking import breakdown, machine, report, results, traffic
+from scripts.benchmarking.compiling import compile_seconds
+from scripts.benchmarking.contender import Case, Contender
+from scripts.benchmarking.measure import Measured, begin, ratio, run_rounds, spread
+from scripts.benchmarking.options import Options, parse
+from scripts.benchmarking.ours import Ours
+from scripts.benchmarking.rivals import rival
+from scripts.benchmarking.shapes import random_model, shape, without_position_limit
+
+PROFILE_ROUNDS, PROFILE_STEPS = 6, 8
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        bench(parse(sys.argv[1:] if argv is None else argv, __doc__))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def bench(options: Options) -> None:
+    """Measure, write, print."""
+    merged = [contender for file in options.merge for contender in results.read(file)["contenders"]]
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
+        result = measure(options)
+    result["contenders"] += [results.set_against(result, contender) for contender in merged]
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        if options.profile and not breakdown.draw(result["contenders"], options.out.with_suffix(".png")):
+            say("no chart: matplotlib is not installed")
+    print(json.dumps(result) if options.json else report.text(result))
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """Everything, as the JSON object."""
+    compiled = compile_times(options) if options.compile_times else None
+    contenders: list[dict[str, Any]] = []
+    skipped: list[dict[str, Any]] = []
+    reads = []
+    for dtype in options.dtypes:
+        model, raw = load(options, dtype)
+        for context in options.contexts:
+            for batch in options.batches:
+                if options.read_gb_per_s is None:
+                    reads.append(machine.measure_read(options.device))
+                case = new_case(options, model, raw, context, batch)
+                measured, left_out = run_case(case, options)
+                contenders, skipped = contenders + measured, skipped + left_out
+        about = {
+            "name": options.name,
+            "source": model.source,
+            "layers": model.config.num_layers,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        }
+        del model, case
+    if not contenders:
+        raise ValueError(f"nothing could be measured: {report.skipped_line(skipped[0])}")
+    if options.read_gb_per_s is None:
+        speed, read = max([*reads, machine.measure_read(options.device)])
+    else:
+        speed, read = 1e9 * options.read_gb_per_s, "given"
+    for contender in contenders:
+        limit_ms = 1000 * contender["bytes_per_step"] / speed
+        contender["share_of_limit"] = round(limit_ms / contender["ms_per_step"]["median"], 4)
+    return {
+        "machine": machine.describe(options.device),
+        "versions": machine.versions(),
+        "command": options.command,
+        "model": about,
+        "read_gb_per_s": round(speed / 1e9, 2),
+        "read_by": read,
+        "compile_seconds": compiled,
+        "reference": options.reference,
+        "contenders": contenders,
+        "skipped": skipped,
+    }
+
+
+def load(options: Options, dtype: str | torch.dtype) -> tuple[Transformer, dict[str, Any]]:
+    """The model, and its config.json."""
+    say(f"loading {options.name} ...")
+    if options.shape is not None:
+        assert isinstance(dtype, torch.dtype)
+        raw = shape(options.shape, options.layers)
+        return random_model(raw, dtype, options.device), raw
+    folder, _ = find_folder(options.name)
+    raw = json.loads((folder / "config.json").read_text())
+    return load_model(options.name, dtype=dtype, device=options.device)[0], raw
+
+
+def new_case(options: Options, model: Transformer, raw: dict[str, Any], context: int, batch: int) -> Case:
+    new_tokens = 2 + options.warm_up + options.blocks * options.steps
+    if options.profile:
+        new_tokens += breakdown.steps_needed(PROFILE_ROUNDS, PROFILE_STEPS)
+    without_position_limit(model, context + new_tokens)
+    return Case(
+        model=model,
+        raw=raw,
+        context=context,
+        batch=batch,
+        new_tokens=new_tokens,
+        skip_prefill=options.skip_prefill,
+        compiled=options.compiled,
+        attention=options.attention,
+    )
+
+
+def run_case(case: Case, options: Options) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All contenders in one setting: what was measured, and what could not be."""
+    torch._dynamo.reset()  # graphs of earlier settings are not wanted any more
+    dtype = str(case.model.dtype).removeprefix("torch.")
+    about = {"dtype": dtype, "batch": case.batch, "context": case.context}
+    say(f"--- {dtype}, {case.context:,} tokens of context, batch {case.batch}")
+    measured: list[Measured] = []
+    skipped: list[dict[str, Any]] = []
+    for name, make in makers(case, options):
+        try:
+            measured.append(begin(make(), options.warm_up, options.device, say))
+        except (MemoryError, torch.OutOfMemoryError, ValueError) as error:
+            skipped.append({"name": name, **about, "reason": " ".join(str(error).split())})
+            say(f"left out: {report.skipped_line(skipped[-1])}")
+    if not measured:
+        return [], skipped
+    run_rounds(measured, options.blocks, options.steps, say)
+    reference = next((m for m in measured if m.contender.name == options.reference), None)
+    entries = [entry(m, case, about, reference) for m in measured]
+    if options.profile:
+        profile(measured, entries)
+    return entries, skipped
+
+
+def makers(case: Case, options: Options) -> Iterator[tuple[str, Callable[[], Contender]]]:
+    """The contenders' names, and how to make each: one at a time, since what they hold is large."""
+    for name, eviction in options.policies.items():
+        yield name, lambda name=name, eviction=eviction: Ours(name, eviction, case)  # type: ignore[misc]
+    for name in options.against:
+        yield name, lambda name=name: rival(name, case, options.kept.budget_for(case.context))  # type: ignore[misc]
+
+
+def entry(
+    measured: Measured, case: Case, about: dict[str, Any], reference: Measured | None
+) -> dict[str, Any]:
+    """One contender's part of the JSON object."""
+    contender, start, cache = measured.contender, measured.start, measured.contender.cache()
+    ms = {name: round(value, 4) for name, value in spread(measured.samples).items()}
+    return {
+        "name": contender.name,
+        **about,
+        "lengths": case.lengths,
+        "start": start.how,
+        "ms_per_step": ms,
+        "samples": len(measured.samples),
+        "steps_per_sample": measured.steps_per_sample,
+        "ratio": None if reference is None else round(ratio(measured, reference), 4),
+        "tokens_per_second": round(1000 * case.batch / ms["median"], 3),
+        "bytes_per_step": traffic.step_bytes(case.model, cache.kept),
+        "share_of_limit": None,  # once the bandwidth is known
+        "cache_bytes": cache.allocated,
+        "cache_bytes_by_formula": traffic.kv_bytes(case.model.config, cache.kept, case.model.dtype),
+        "kept_tokens": sum(cache.kept),
+        "kept_tokens_by_row": cache.kept,
+        "first_token_ms": _rounded(start.first_token_ms),
+        "first_step_ms": _rounded(start.first_step_ms),
+        "compile_seconds": round(measured.compile_seconds, 3),
+        "peak_bytes": measured.peak_bytes,
+        **contender.extra,
+    }
+
+
+def _rounded(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else round(milliseconds, 3)
+
+
+def profile(measured: Sequence[Measured], entries: Sequence[dict[str, Any]]) -> None:
+    """Split a step of the policy that scores most often, and put that into its entry."""
+    pairs = [(m.contender, e) for m, e in zip(measured, entries, strict=True)]
+    ours = [(contender, e) for contender, e in pairs if isinstance(contender, Ours)]
+    if not ours:
+        return
+    contender, chosen = max(ours, key=lambda pair: (pair[0].eviction is not None, pair[0].refresh_share))
+    say(f"{contender.name}: parts of a step ...")
+    chosen["profile"] = breakdown.break_down(
+        contender, PROFILE_ROUNDS, PROFILE_STEPS, chosen["ms_per_step"]["median"]
+    )
+
+
+def compile_times(options: Options) -> dict[str, float]:
+    """Cold and warm, of a policy with both kinds of step where there is one."""
+    policies = options.policies
+    periods = {name: 1 if c is None or c.refresh == "once" else c.refresh for name, c in policies.items()}
+    chosen = max(periods, key=lambda name: periods[name])
+    say(f"compiling {chosen}, cold and warm ...")
+    argv = ["--policies", chosen, "--against", "none", "--skip-prefill", "--read-gb-per-s", "1"]
+    argv += ["--blocks", "2", "--attention", options.attention, "--device", str(options.device)]
+    argv += ["--context", str(options.contexts[0]), "--batch", str(options.batches[0])]
+    argv += ["--shape", options.shape] if options.shape else ["--model", options.name]
+    argv += ["--layers", str(options.layers)] if options.layers else []
+    if options.dtypes[0] != "auto":
+        argv += ["--dtype", str(options.dtypes[0])]
+    if (eviction := policies[chosen]) is not None:
+        name = "compression" if eviction.budget is None else "budget"
+        argv += [f"--{name}", str(getattr(eviction, name))]
+    return {name: round(seconds, 2) for name, seconds in compile_seconds(argv).items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Results files: reading one, and putting its contenders beside those of another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+NEEDED = ("machine", "versions", "command", "read_gb_per_s", "contenders")
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A results file. Raises ValueError where it is none."""
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(result, dict) or any(key not in result for key in NEEDED):
+        raise ValueError(f"{file} is no results file of bench.py: it has no {', no '.join(NEEDED)}")
+    for contender in result["contenders"]:
+        contender.setdefault("measured_with", {"file": file.name, "versions": result["versions"]})
+    return result
+
+
+def set_against(result: dict[str, Any], contender: dict[str, Any]) -> dict[str, Any]:
+    """A contender of another run, its time set against the reference of this one in the same setting."""
+    setting = ("name", "dtype", "context", "batch")
+    wanted = [result["reference"], *(contender[key] for key in setting[1:])]
+    reference = next((c for c in result["contenders"] if [c[key] for key in setting] == wanted), None)
+    if reference is None:
+        return {**contender, "ratio": None}
+    ratio = contender["ms_per_step"]["median"] / reference["ms_per_step"]["median"]
+    return {**contender, "ratio": round(ratio, 4)}
