@@ -190,6 +190,27 @@ def test_a_stop_sees_the_answer_as_it_grows() -> None:
     assert seen == [out.tokens[0][: i + 1] for i in range(5)]
 
 
+@pytest.mark.parametrize("move_on", ["generate", "extend"])
+def test_a_stream_ends_where_its_conversation_goes_on_without_it(move_on: str) -> None:
+    decoder, fresh = decoder_for(MODEL, LAZY), decoder_for(MODEL, LAZY)
+    left, closed = decoder.stream(random_prompt(40), 20), decoder.stream(random_prompt(40), 20)
+    for stream in (left, closed):
+        next(stream)
+    next(closed)
+    fresh.prefill(random_prompt(40))
+    fresh.decode(2)
+    for one in (decoder, fresh):
+        if move_on == "generate":
+            one.prefill(random_prompt(60, 1))
+        else:
+            one.extend(turn(5, 1))
+    with pytest.raises(ValueError, match="gone on without it"):
+        next(left)
+    closed.close()
+    assert decoder.decode(9).tokens == fresh.decode(9).tokens
+    assert_same_state(conversation_state(decoder), conversation_state(fresh))
+
+
 class Letters:
     """A tokenizer with one letter a token."""
 

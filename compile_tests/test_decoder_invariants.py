@@ -255,6 +255,21 @@ def test_flat_attention_with_memory_keeps_the_newest_tokens_that_are_protected(a
     assert kept[-4:] == [66, 67, 68, 69]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_keeps_its_scores_in_float32_and_its_promises(dtype: torch.dtype) -> None:
+    decoder = decoder_for(tiny_model(7, dtype=dtype), EvictionConfig(budget=20, sinks=3, recent=4, refresh=2))
+    out = decoder.generate([random_prompt(90), random_prompt(30, 1)], 40)
+    assert out.stats.kept_tokens == [20, 20]
+    assert decoder.cache is not None
+    assert decoder.cache.utility_BN.dtype == torch.float32
+    for row, length in enumerate((129, 69)):
+        state = conversation_state(decoder, row)
+        assert state.kept[:3] == [0, 1, 2]
+        assert state.kept[-4:] == list(range(length - 4, length))
+        assert state.k_LGND.dtype == dtype
+        assert all(table.isfinite().all() for table in (state.utility_N, state.k_LGND, state.v_LGND))
+
+
 @pytest.mark.parametrize(
     "eviction,most", [(EvictionConfig(compression=0.9), 151), (EvictionConfig(budget=200), 201), (None, 1520)]
 )

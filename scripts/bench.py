@@ -129,7 +129,10 @@ def load(options: Options, dtype: str | torch.dtype) -> tuple[Transformer, dict[
 
 
 def new_case(options: Options, model: Transformer, raw: dict[str, Any], context: int, batch: int) -> Case:
-    new_tokens = 2 + options.warm_up + options.blocks * options.steps
+    blocks = (
+        options.blocks + 2
+    )  # and a token or two more for each: `generate` begins with one that does not count
+    new_tokens = options.warm_up + blocks * (options.steps + 2)
     if options.profile:
         new_tokens += breakdown.steps_needed(PROFILE_ROUNDS, PROFILE_STEPS)
     without_position_limit(model, context + new_tokens)
@@ -156,8 +159,9 @@ def run_case(case: Case, options: Options) -> tuple[list[dict[str, Any]], list[d
     for name, make in makers(case, options):
         try:
             measured.append(begin(make(), options.warm_up, options.device, say))
-        except (MemoryError, torch.OutOfMemoryError, ValueError) as error:
-            skipped.append({"name": name, **about, "reason": " ".join(str(error).split())})
+        except Exception as error:  # whatever it is, the others' numbers are worth having
+            reason = " ".join(str(error).split()) or type(error).__name__
+            skipped.append({"name": name, **about, "reason": reason})
             say(f"left out: {report.skipped_line(skipped[-1])}")
     if not measured:
         return [], skipped

@@ -225,6 +225,7 @@ def transformers_model(case: Case) -> Any:
     model = case.model
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
+    hf.requires_grad_(False)  # or else the weights that are shared would come to require gradients
     hf.load_state_dict(dict(_state(model)), strict=False, assign=True)
     hf.tie_weights()
     hf.model.rotary_emb = type(hf.model.rotary_emb)(config).to(model.device)
