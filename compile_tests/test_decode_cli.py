@@ -119,7 +119,7 @@ def test_compiled(cli: Cli) -> None:
     assert result.json["rows"] == eager["rows"]
     assert result.json["graphs"] == {"compiled": 2, "breaks": 0, "recompiles": 0}
     assert result.json["seconds"]["compile"] > 0
-    assert "compiling the decode step ..." in result.err
+    assert "compiling the refresh step ..." in result.err
 
 
 def test_text_streams_and_equals_the_text_at_the_end(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

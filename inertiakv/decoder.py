@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,16 @@ Stop = Callable[[int, list[int]], bool]
 _GREEDY = Sampling()
 
 
+class Step(NamedTuple):
+    """What a step did beside choosing a token."""
+
+    decoded: bool
+    """It fed a token; else the logits were there already."""
+    refreshed: bool
+    timed: bool
+    """Its time is decoding, and not compilation."""
+
+
 class Decoder:
     """Decodes a model while keeping no more of each row's KV cache than its budget.
 
@@ -51,6 +61,7 @@ class Decoder:
     * `compile`: run the decode step as compiled graphs; without, the same functions run eagerly.
     * `attention`: "dense", "flex", or "auto" for the faster one on the model's device.
     * `prefill_chunk`: tokens of a prompt that go through the model at a time.
+    * `on_compile`: called before a graph is compiled, which takes seconds, with what it is for.
     """
 
     def __init__(
@@ -61,6 +72,7 @@ class Decoder:
         compile: bool = True,
         attention: str = "auto",
         prefill_chunk: int = 2048,
+        on_compile: Callable[[str], None] | None = None,
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
@@ -71,7 +83,7 @@ class Decoder:
         if eviction is not None:
             score_dtype = torch.promote_types(model.dtype, torch.float32)
             self.aggregation = Aggregation(eviction, model.config.num_layers, score_dtype, model.device)
-        self.graphs = Graphs(compile, model.device)
+        self.graphs = Graphs(compile, model.device, on_compile)
         self.buffers = Buffers(model)
         self._prefill = Prefill(model, self.method, self.graphs, prefill_chunk)
         self._rows_by_batch: dict[int, Rows] = {}
@@ -314,15 +326,17 @@ class Decoder:
             raise
         self._settle(max_new_tokens)
 
-    def _read(self, steps: Iterator[list[bool | None]], stop: Stop | None) -> Iterator[list[int]]:
+    def _read(self, steps: Iterator[list[Step]], stop: Stop | None) -> Iterator[list[int]]:
         answer: list[list[int]] = [[] for _ in range(self.stats.batch)]
         for unread in steps:
             with self._timed("decode"):
                 history = self.rows.read(len(unread))
-            for index, tokens in enumerate(history):
+            for index, (step, tokens) in enumerate(zip(unread, history, strict=True)):
                 if all(token == NO_TOKEN for token in tokens):
                     self._uncount(unread[index:])
                     return
+                if step.timed:
+                    self.stats.timed_tokens += sum(token != NO_TOKEN for token in tokens)
                 self._end_rows(answer, tokens, stop)
                 yield tokens
 
@@ -336,10 +350,9 @@ class Decoder:
         self._finish_stats()
 
     @torch.no_grad()
-    def _steps(self, max_new_tokens: int, greedy: bool, read_every: int) -> Iterator[list[bool | None]]:
-        """Run the steps of an answer; yields those whose tokens are to be read now. A step is named by
-        whether it refreshed, None where it only chose a token from logits that were there."""
-        unread: list[bool | None] = []
+    def _steps(self, max_new_tokens: int, greedy: bool, read_every: int) -> Iterator[list[Step]]:
+        """Run the steps of an answer; yields those whose tokens are to be read now."""
+        unread: list[Step] = []
         if bool(self.rows.finished_B.all()):
             return
         for index in range(max_new_tokens):
@@ -348,7 +361,7 @@ class Decoder:
             if self._logits_BV is not None:
                 self.rows.choose(self._logits_BV, greedy=greedy)
                 self._logits_BV = None
-                unread.append(None)
+                unread.append(Step(decoded=False, refreshed=False, timed=False))
             else:
                 unread.append(self._decode_step(greedy))
             if len(unread) == read_every or index == max_new_tokens - 1:
@@ -357,14 +370,13 @@ class Decoder:
                 if bool(self.rows.finished_B.all()):
                     return
 
-    def _decode_step(self, greedy: bool) -> bool:
-        """One step of the compiled loop; whether it refreshed."""
-        cache = self._conversation()
+    def _decode_step(self, greedy: bool) -> Step:
+        cache, compiled = self._conversation(), self.graphs.stats.compiled
         self._turn_step += 1
         refresh = self.eviction is not None and self.eviction.refreshes_at(self._turn_step)
         with self._timed("decode"):
             self.graphs.run(
-                ("decode", cache.shape, refresh, greedy),
+                ("refresh step" if refresh else "decode step", cache.shape, greedy),
                 decode_step,
                 self.model,
                 cache,
@@ -376,16 +388,15 @@ class Decoder:
             )
         self.stats.decode_steps += 1
         self.stats.refreshes += refresh
-        return refresh
+        return Step(decoded=True, refreshed=refresh, timed=self.graphs.stats.compiled == compiled)
 
-    def _uncount(self, steps: list[bool | None]) -> None:
+    def _uncount(self, steps: list[Step]) -> None:
         """Take back from the counts the last steps, which ran after every row had ended and changed
         nothing."""
-        for refreshed in steps:
-            if refreshed is not None:
-                self.stats.decode_steps -= 1
-                self.stats.refreshes -= refreshed
-                self._turn_step -= 1
+        for step in steps:
+            self.stats.decode_steps -= step.decoded
+            self.stats.refreshes -= step.refreshed
+            self._turn_step -= step.decoded
 
     def _end_rows(self, answer: list[list[int]], tokens: list[int], stop: Stop | None) -> None:
         """Append a step's tokens to the rows' answers, and end those rows where `stop` says so."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -27,18 +27,21 @@ class Graphs:
 
     enabled: bool
     device: torch.device
+    on_compile: Callable[[str], None] | None = None
     stats: GraphStats = field(default_factory=GraphStats)
-    _passes: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
+    _passes: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict)
 
-    def run(self, key: Hashable, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
-        """`function(*args, **static)` as one graph. The key must tell apart all shapes and all of
-        `static`."""
+    def run(self, key: tuple[Any, ...], function: Callable[..., Any], *args: Any, **static: Any) -> Any:
+        """`function(*args, **static)` as one graph. The key begins with what the graph is for, and tells
+        apart all shapes and all of `static`."""
         if not self.enabled:
             return function(*args, **static)
         if self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         if key in self._passes:
             return self._passes[key](*args)
+        if self.on_compile is not None:
+            self.on_compile(str(key[0]))
         self._passes[key] = compiled = self._compile(function, static)
         from torch._dynamo.utils import counters  # imported late: the compiler takes seconds to import
 

@@ -88,5 +88,5 @@ class Prefill:
         args = (self.model, cache, self.method, tokens_BT, positions_BT, slots_BT)
         if self.method.backend == "dense":
             return chunk_step(*args, end_slot)
-        key = ("prefill", cache.shape, tokens_BT.shape)
+        key = ("prompt chunk", cache.shape, tokens_BT.shape)
         return self.graphs.run(key, chunk_step, *args, None)

@@ -35,6 +35,8 @@ class Stats:
     refreshes: int = 0
     decode_steps: int = 0
     """Steps run from the compiled loop, without the first one."""
+    timed_tokens: int = 0
+    """Tokens that the steps in `seconds.decode` chose: those of all rows and steps that compiled nothing."""
     cache_bytes: int = 0
     """Bytes of K and V as allocated now."""
     full_cache_bytes: int = 0
@@ -45,6 +47,11 @@ class Stats:
     @property
     def batch(self) -> int:
         return len(self.prompt_tokens)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all rows that the decode loop chooses a second, None where it was not timed."""
+        return self.timed_tokens / self.seconds.decode if self.timed_tokens else None
 
     @property
     def evicted(self) -> bool:

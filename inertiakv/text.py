@@ -28,24 +28,33 @@ class StopStrings:
 
 class TextStream:
     """Text of a growing list of tokens, piece by piece. A character whose last bytes are yet to come is held
-    back."""
+    back.
+
+    Each piece is the difference that a token makes to the text of the few tokens before it, since a token's
+    own text may depend on its neighbours (spaces between words), and the whole text need not be made again.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._shown = ""
+        self._tail: list[int] = []  # tokens of the last piece, then those not shown yet
+        self._shown = 0  # how many of them are shown
 
     def push(self, token: int) -> str:
         """The text that this token adds."""
-        self._tokens.append(token)
-        return self._emit(
-            self.tokenizer.decode(self._tokens, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
-        )
+        self._tail.append(token)
+        return "" if self._text(self._tail).endswith("\N{REPLACEMENT CHARACTER}") else self._emit()
 
     def end(self) -> str:
         """What was held back."""
-        return self._emit(self.tokenizer.decode(self._tokens, skip_special_tokens=True))
+        return self._emit()
 
-    def _emit(self, text: str) -> str:
-        piece, self._shown = text[len(self._shown) :], text
-        return piece
+    def _emit(self) -> str:
+        before, now = self._text(self._tail[: self._shown]), self._text(self._tail)
+        if len(now) > len(before):
+            self._tail = self._tail[self._shown :]
+            self._shown = len(self._tail)
+        return now[len(before) :]
+
+    def _text(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text

@@ -174,11 +174,12 @@ def run_case(case: Case, options: Options) -> tuple[list[dict[str, Any]], list[d
 
 
 def makers(case: Case, options: Options) -> Iterator[tuple[str, Callable[[], Contender]]]:
-    """The contenders' names, and how to make each: one at a time, since what they hold is large."""
-    for name, eviction in options.policies.items():
-        yield name, lambda name=name, eviction=eviction: Ours(name, eviction, case)  # type: ignore[misc]
+    """The contenders' names, and how to make each: one at a time, since what they hold is large. Rivals come
+    first: what transformers registers with the compiler, once it is used, makes earlier graphs stale."""
     for name in options.against:
         yield name, lambda name=name: rival(name, case, options.kept.budget_for(case.context))  # type: ignore[misc]
+    for name, eviction in options.policies.items():
+        yield name, lambda name=name, eviction=eviction: Ours(name, eviction, case)  # type: ignore[misc]
 
 
 def entry(

@@ -20,7 +20,8 @@ def main() -> None:
     try:
         convert_gguf(arguments.file, arguments.out)
     except (OSError, ValueError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     print(f"wrote {arguments.out}", file=sys.stderr)
 
 

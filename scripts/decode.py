@@ -170,11 +170,15 @@ def decode(args: Arguments) -> None:
         heading = f"=== {name} ===" if len(policies) > 1 else None
         if heading and not args.output.json:
             print(heading, flush=True)
-        decoder = Decoder(model, eviction, compile=args.machine.compile, attention=args.machine.attention)
+        decoder = Decoder(
+            model,
+            eviction,
+            compile=args.machine.compile,
+            attention=args.machine.attention,
+            on_compile=lambda what: say(f"compiling the {what} ..."),
+        )
         watcher = LiveAnswer(answer) if live else stop
-        then = "compiling the decode step ..." if args.machine.compile else None
-        bar = PrefillBar(sum(map(len, rows)), then)
-        with contextlib.closing(bar):
+        with contextlib.closing(PrefillBar(sum(map(len, rows)))) as bar:
             out = decoder.generate(rows, max_new_tokens, sampling=sampling, stop=watcher, progress=bar)
         if isinstance(watcher, LiveAnswer):
             watcher.end()

@@ -17,11 +17,10 @@ def say(text: str) -> None:
 
 
 class PrefillBar:
-    """Progress of prompts of `total` tokens in all, for `progress=` of a decoder. `then` is said at the end
-    of it. A bar on a terminal, elsewhere a line."""
+    """Progress of prompts of `total` tokens in all, for `progress=` of a decoder. A bar on a terminal,
+    elsewhere a line."""
 
-    def __init__(self, total: int, then: str | None) -> None:
-        self.then = then
+    def __init__(self, total: int) -> None:
         self.bar = tqdm(total=total, desc="prefill", unit=" tokens", disable=None, leave=False)
         if self.bar.disable:
             say(f"prefill of {total:,} tokens ...")
@@ -30,8 +29,6 @@ class PrefillBar:
         self.bar.update(done - self.bar.n)
         if done == total:
             self.close()
-            if self.then:
-                say(self.then)
 
     def close(self) -> None:
         self.bar.close()

@@ -1,17 +1,14 @@
-"""Where prompts come from, and how they become token ids: the chat template, and exactly one BOS."""
+"""Where prompts come from, and which of them take the chat template."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
-Message = Mapping[str, str]
+from models.encoding import Message, encode_chat, encode_text
 
 
 @dataclass(frozen=True)
@@ -94,24 +91,3 @@ def encode(tokenizer: Any, prompt: Prompt, *, raw: bool, system: str | None = No
             raise ValueError(f"{prompt.origin} has messages, which need the chat template; leave --raw out")
         return encode_text(tokenizer, prompt.content)
     return encode_chat(tokenizer, prompt.messages(system), prompt.origin)
-
-
-def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text as it is, behind exactly one BOS where the tokenizer puts one, and without an EOS.
-
-    The text may begin with a BOS already, as most chat templates' output does."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    bos = tokenizer.bos_token_id
-    puts_bos = bos is not None and tokenizer("x")["input_ids"][:1] == [bos]
-    return [bos, *ids] if puts_bos and ids[:1] != [bos] else ids
-
-
-def encode_chat(tokenizer: Any, messages: Sequence[Message], origin: str) -> list[int]:
-    """Token ids of a chat by the tokenizer's template, up to where the answer begins."""
-    if not tokenizer.chat_template:
-        raise ValueError("this model's tokenizer has no chat template; use --raw for the text as it is")
-    try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        raise ValueError(f"the chat template does not take {origin}: {error}") from error
-    return encode_text(tokenizer, text)

@@ -25,19 +25,6 @@ class Run:
     load_seconds: float
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens of all rows that the decode loop made a second; None where it made none. The first token
-        comes from the prefill, the second one from the step that evicts, and a graph's first run counts as
-        its compilation."""
-        stats = self.generation.stats
-        timed = stats.decode_steps - min(stats.graphs.compiled, stats.decode_steps)
-        if not timed or not stats.seconds.decode:
-            return None
-        before = 1 + (stats.seconds.first_step > 0)
-        tokens = sum(max(0, len(row) - before) for row in self.generation.tokens)
-        return tokens / stats.decode_steps * timed / stats.seconds.decode
-
-    @property
     def remarks(self) -> list[str]:
         """What a user should know who expects that something was evicted, or more kept."""
         stats = self.generation.stats
@@ -64,6 +51,7 @@ class Run:
             strict=True,
         )
         names = ("prompt_tokens", "budget", "kept_tokens", "token_ids", "text", "finish_reason")
+        rate = stats.tokens_per_second
         seconds = {"load": self.load_seconds, **dataclasses.asdict(stats.seconds)}
         return {
             "model": self.model,
@@ -73,7 +61,7 @@ class Run:
             "cache_bytes": stats.cache_bytes,
             "full_cache_bytes": stats.full_cache_bytes,
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
-            "tokens_per_second": None if self.tokens_per_second is None else round(self.tokens_per_second, 3),
+            "tokens_per_second": rate and round(rate, 3),
             "refreshes": stats.refreshes,
             "evictions": sum(stats.evictions),
             "graphs": {
@@ -85,7 +73,7 @@ class Run:
 
     def _lines(self) -> dict[str, str]:
         stats = self.generation.stats
-        seconds, rate = stats.seconds, self.tokens_per_second
+        seconds, rate = stats.seconds, stats.tokens_per_second
         return {
             "prompt tokens": f"{sum(stats.prompt_tokens):,}",
             "new tokens": f"{sum(map(len, self.generation.tokens)):,}",

@@ -1,0 +1,29 @@
+"""From text to token ids: the chat template, and exactly one BOS."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, str]
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text as it is, behind exactly one BOS where the tokenizer puts one, and without an EOS.
+
+    The text may begin with a BOS already, as most chat templates' output does."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    bos = tokenizer.bos_token_id
+    puts_bos = bos is not None and tokenizer("x")["input_ids"][:1] == [bos]
+    return [bos, *ids] if puts_bos and ids[:1] != [bos] else ids
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Message], origin: str = "these messages") -> list[int]:
+    """Token ids of a chat by the tokenizer's template, up to where the answer begins."""
+    if not tokenizer.chat_template:
+        raise ValueError("this model's tokenizer has no chat template; use --raw for the text as it is")
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise ValueError(f"the chat template does not take {origin}: {error}") from error
+    return encode_text(tokenizer, text)
