@@ -134,6 +134,25 @@ def test_rows_that_had_ended_answer_the_next_turn() -> None:
 
 
 @pytest.mark.parametrize("eviction", RULES)
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_the_end_of_an_answer_enters_the_next_turn_once(eviction: EvictionConfig | None, after: int) -> None:
+    prompts = [random_prompt(40), random_prompt(30, 5)]
+    decoder = decoder_for(MODEL, eviction)
+    whole = decoder.generate(prompts, 12).tokens
+    eos = next(token for i, token in enumerate(whole[0]) if i >= after and token not in whole[0][:i])
+    ended = decoder.generate(prompts, 12, eos_token_ids=[eos]).tokens
+    decoder.extend([turn(9, 1), turn(4, 2)])
+    sequence = [len(p) + len(t) + n for p, t, n in zip(prompts, ended, (9, 4), strict=True)]
+    out = decoder.decode(5)
+    assert out.stats.sequence_tokens == [n + 4 for n in sequence]
+    for row in range(2):
+        single = decoder_for(MODEL, eviction)
+        single.generate(prompts[row], 12, eos_token_ids=[eos])
+        single.extend(turn((9, 4)[row], row + 1))
+        assert single.decode(5).tokens[0] == out.tokens[row]
+
+
+@pytest.mark.parametrize("eviction", RULES)
 def test_unused_slots_never_matter_to_a_further_turn(eviction: EvictionConfig | None) -> None:
     answers = []
     for spoil in (False, True):

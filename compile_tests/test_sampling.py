@@ -101,6 +101,11 @@ def test_filters_follow_one_another() -> None:
         assert set(draws(logits, 500, 1.0, *options, seed=0).tolist()) == allowed
 
 
+def test_top_p_stops_as_soon_as_the_share_is_reached() -> None:
+    for share, allowed in ((0.25, {0}), (0.5, {0, 1}), (0.75, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
+        assert set(draws([0.0] * 4, 300, 1.0, 1000, share, 0.0, seed=1).tolist()) == allowed
+
+
 def test_ties_of_the_likeliest_are_all_drawn_and_impossible_tokens_never() -> None:
     logits = [-math.inf, 2.0, 2.0, -math.inf]
     assert set(draws(logits, 200, 1.0, 1000, 1.0, 0.0, 3).tolist()) == {1, 2}

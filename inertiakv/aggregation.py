@@ -49,7 +49,15 @@ class Aggregation(nn.Module):
         self.register_buffer("decay_L", torch.tensor(decay, dtype=dtype, device=device))
         self.register_buffer("gain_L", torch.tensor(gain, dtype=dtype, device=device))
 
-    def update(self, utility_BN: Tensor, score_BN: Tensor, scored_BN: Tensor, layer: int) -> None:
-        """Apply one layer's scores to the utilities, in place, where `scored_BN` (bool) says so."""
-        updated_BN = self.decay_L[layer] * utility_BN + self.gain_L[layer] * score_BN
-        utility_BN.copy_(torch.where(scored_BN, updated_BN, utility_BN))
+    def by_layer(self) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's decay and gain, as scalars. Copies, since the compiler takes layers for alike only
+        where their inputs lie alike, and views of one buffer do not."""
+        return [(decay.clone(), gain.clone()) for decay, gain in zip(self.decay_L, self.gain_L, strict=True)]
+
+
+def updated(
+    utility_BN: Tensor, score_BN: Tensor, scored_BN: Tensor, coefficients: tuple[Tensor, Tensor]
+) -> Tensor:
+    """The utilities after one layer's scores, where `scored_BN` (bool) says so; elsewhere as they were."""
+    decay, gain = coefficients
+    return torch.where(scored_BN, decay * utility_BN + gain * score_BN, utility_BN)

@@ -51,6 +51,15 @@ class Graphs:
         self.stats.breaks += counters["graph_break"].total() - breaks
         return result
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "triton.cudagraphs": self.device.type == "cuda",
+            # Checks of every input of every layer at every step, of shapes that are ours and do not change.
+            "size_asserts": False,
+            "alignment_asserts": False,
+        }
+
     def _compile(self, function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 

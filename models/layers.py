@@ -4,6 +4,7 @@ Shapes: B batch, T query tokens, H query heads, G KV heads, D head dim, E hidden
 outputs of a linear layer.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -18,6 +19,10 @@ Rotation = tuple[Tensor, Tensor]
 
 class Cache(Protocol):
     """All that a model asks of a cache."""
+
+    def run_layer(self, layer: Callable[..., Tensor], x_BTE: Tensor, rotary: Rotation) -> Tensor:
+        """`layer(x_BTE, rotary, cache)`, where the cache may stand another one in for itself."""
+        ...
 
     def attend(
         self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int | None, scale: float

@@ -28,12 +28,6 @@ class DecoderLayer(nn.Module):
         return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
 
 
-@torch.compiler.nested_compile_region
-def _run_layer(layer: nn.Module, x_BTE: Tensor, rotary: Rotation, cache: Cache) -> Tensor:
-    """A layer as one region for the compiler, which compiles layers that are alike once."""
-    return layer(x_BTE, rotary, cache)
-
-
 class Transformer(nn.Module):
     """A language model for decoding only. Its modules are named as the tensors of a checkpoint are.
 
@@ -69,7 +63,7 @@ class Transformer(nn.Module):
         x_BTE = self.embed_tokens(tokens_BT)
         rotary = self.rotary(positions_BT, statistics_dtype(x_BTE.dtype))
         for layer in self.layers:
-            x_BTE = _run_layer(layer, x_BTE, rotary, cache)
+            x_BTE = cache.run_layer(layer, x_BTE, rotary)
         return self.norm(x_BTE)
 
     def head(self, hidden: Tensor) -> Tensor:

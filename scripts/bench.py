@@ -18,6 +18,7 @@ command line or a file is wrong, or nothing could be measured.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -60,10 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def bench(options: Options) -> None:
     """Measure, write, print."""
-    merged = [contender for file in options.merge for contender in results.read(file)["contenders"]]
+    others = [(results.read(file), file.name) for file in options.merge]
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
         result = measure(options)
-    result["contenders"] += [results.set_against(result, contender) for contender in merged]
+    for other, name in others:
+        result["contenders"] += results.merge(result, other, name)
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
         if options.profile and not breakdown.draw(result["contenders"], options.out.with_suffix(".png")):
@@ -86,6 +88,7 @@ def measure(options: Options) -> dict[str, Any]:
                 case = new_case(options, model, raw, context, batch)
                 measured, left_out = run_case(case, options)
                 contenders, skipped = contenders + measured, skipped + left_out
+                release(options)
         about = {
             "name": options.name,
             "source": model.source,
@@ -93,10 +96,12 @@ def measure(options: Options) -> dict[str, Any]:
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
         del model, case
+        release(options)
     if not contenders:
         raise ValueError(f"nothing could be measured: {report.skipped_line(skipped[0])}")
     if options.read_gb_per_s is None:
-        speed, read = max([*reads, machine.measure_read(options.device)])
+        speed, way = max([*reads, machine.measure_read(options.device)])
+        read = f"float32 {way}"
     else:
         speed, read = 1e9 * options.read_gb_per_s, "given"
     for contender in contenders:
@@ -114,6 +119,15 @@ def measure(options: Options) -> dict[str, Any]:
         "contenders": contenders,
         "skipped": skipped,
     }
+
+
+def release(options: Options) -> None:
+    """Give back what a setting has held: caches, and graphs, which hold on to the model."""
+    if options.compiled:
+        torch._dynamo.reset()
+    gc.collect()
+    if options.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def load(options: Options, dtype: str | torch.dtype) -> tuple[Transformer, dict[str, Any]]:
@@ -150,7 +164,6 @@ def new_case(options: Options, model: Transformer, raw: dict[str, Any], context:
 
 def run_case(case: Case, options: Options) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """All contenders in one setting: what was measured, and what could not be."""
-    torch._dynamo.reset()  # graphs of earlier settings are not wanted any more
     dtype = str(case.model.dtype).removeprefix("torch.")
     about = {"dtype": dtype, "batch": case.batch, "context": case.context}
     say(f"--- {dtype}, {case.context:,} tokens of context, batch {case.batch}")

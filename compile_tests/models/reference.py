@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from models import ModelConfig, Transformer, parse_config
 from models.checkpoint import SINGLE, checkpoint_views
@@ -41,7 +41,14 @@ def attend(
     return torch.softmax(score_BHTN, dim=-1).nan_to_num(0.0) @ v_BHND
 
 
-class GrowingCache:
+class _Direct:
+    """Runs a model's layers as they are."""
+
+    def run_layer(self, layer: nn.Module, x_BTE: Tensor, *args: Any) -> Tensor:
+        return layer(x_BTE, *args, self)
+
+
+class GrowingCache(_Direct):
     """Keeps everything. `positions` of the tokens of a forward pass are set before it."""
 
     def __init__(self) -> None:
@@ -66,7 +73,7 @@ class GrowingCache:
         return attend(q_BHTD, k, v, self.positions, keys, window, scale)
 
 
-class StaticCache:
+class StaticCache(_Direct):
     """Fixed buffers, a decode step at a time; everything that changes is a tensor."""
 
     def __init__(self, config: ModelConfig, batch: int, slots: int, dtype: torch.dtype) -> None:

@@ -46,6 +46,10 @@ def _only_write(
     return q_BHTD
 
 
+def _only_look(rows: Rows, hidden_BE: Tensor, *, greedy: bool) -> None:
+    rows.top_p_B.copy_(hidden_BE[:, 0])  # unused by greedy steps; or else the layers would be dead code
+
+
 WITHOUT: dict[str, tuple[tuple[type, str, Callable[..., Any]], ...]] = {
     "attention": ((CacheView, "attend", _only_write),),
     "eviction": ((SlotCache, "evict_one", lambda cache, protected_BN, active_B: active_B),),
@@ -55,7 +59,7 @@ WITHOUT: dict[str, tuple[tuple[type, str, Callable[..., Any]], ...]] = {
     ),
     "head_and_sampling": (
         (Transformer, "head", lambda model, hidden: hidden),
-        (Rows, "choose", lambda rows, logits_BV, *, greedy: None),
+        (Rows, "choose", _only_look),
     ),
 }
 """For each part, what takes the place of the functions that make it up."""
@@ -80,13 +84,18 @@ def break_down(contender: Ours, rounds: int, steps: int, decode_ms: float) -> di
     for turn in range(rounds + 1):
         for name, (refresh, part) in variants.items():
             block = _block(contender, graphs, name, refresh, part, WARM_UP if turn == 0 else steps)
-            times[name] += block if turn else []
-    ms = {name: statistics.median(samples) for name, samples in times.items()}
+            if turn > 0:
+                times[name].append(statistics.median(block))
 
-    whole = ms["whole"]
-    parts = {part: max(0.0, whole - ms[part]) for part in WITHOUT}
+    def more(dearer: str, cheaper: str) -> float:
+        """By how much one variant takes longer than another, round by round."""
+        pairs = zip(times[dearer], times[cheaper], strict=True)
+        return max(0.0, statistics.median(a - b for a, b in pairs))
+
+    whole = statistics.median(times["whole"])
+    parts = {part: more("whole", part) for part in WITHOUT}
     parts["rest"] = max(0.0, whole - sum(parts.values()))
-    parts["scoring"] = contender.refresh_share * max(0.0, ms.get("refresh", 0.0) - whole)
+    parts["scoring"] = contender.refresh_share * (more("refresh", "whole") if "refresh" in times else 0.0)
     parts["host"] = max(0.0, decode_ms - whole - parts["scoring"])
     return {"method": METHOD, "ms": {part: round(value, 4) for part, value in parts.items()}}
 
@@ -103,7 +112,7 @@ def _block(
         stamps = [_now(contender.device)]
         for index in range(steps):
             graphs.run(
-                name,
+                (name,),
                 decode_step,
                 decoder.model,
                 decoder.cache,

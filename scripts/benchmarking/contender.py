@@ -52,7 +52,7 @@ class Start:
     how: str
     """"prefill", "synthetic prompt", or "evicted cache" where not even a synthetic prompt fits."""
     first_token_ms: float | None = None
-    """Prefill and the first token. None where there was no prefill."""
+    """Prefill and the first token, without compiling. None where there was no prefill."""
     first_step_ms: float | None = None
     """The step that feeds the first token and evicts the prompt down to its budget."""
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inertiakv import __version__, memory
+
 READS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": torch.sum,
     "max": torch.amax,
@@ -43,8 +45,6 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of what takes part, as far as it is there."""
-    from inertiakv import __version__
-
     found = {"python": platform.python_version(), "inertiakv": __version__, "torch": torch.__version__}
     for package in ("transformers", "triton", "kvpress"):
         try:
@@ -59,6 +59,7 @@ def versions() -> dict[str, str]:
 def measure_read(device: torch.device) -> tuple[float, str]:
     """Bytes a second of the fastest simple read of a large buffer of written pages, and which one it was."""
     size = CUDA_BUFFER if device.type == "cuda" else CPU_BUFFER
+    size = min(size, (memory.available_bytes(device) or size) // 2)
     buffer = torch.full((size // 4,), 0.5, device=device)
     best = (0.0, "")
     for name, read in READS.items():

@@ -33,9 +33,9 @@ def text(result: dict[str, Any]) -> str:
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
-    """Rows as a Markdown table, names to the left, numbers to the right."""
-    heads = list(rows[0])
-    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *(list(row.values()) for row in rows)]
+    """Rows as a Markdown table: the first column to the left, the others to the right, without empty ones."""
+    heads = _used(rows)
+    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *([row[head] for head in heads] for row in rows)]
     return "\n".join(f"| {' | '.join(cell or ' ' for cell in line)} |" for line in lines)
 
 
@@ -75,8 +75,9 @@ def _title(result: dict[str, Any], dtype: str, context: int, batch: int) -> str:
 
 def _row(contender: dict[str, Any], result: dict[str, Any]) -> Row:
     ms, ratio, kinds = contender["ms_per_step"], contender["ratio"], contender.get("ms_by_kind")
+    merged = contender.get("merged_from", {}).get("name")
     return {
-        "contender": contender["name"],
+        "contender": contender["name"] + (f" ({merged})" if merged else ""),
         "ms/step": f"{ms['median']:.2f}",
         "p10 to p90": f"{ms['p10']:.2f} to {ms['p90']:.2f}",
         "scoring/other": f"{kinds['refresh']:.2f}/{kinds['plain']:.2f}" if kinds else "",
@@ -94,8 +95,12 @@ def _milliseconds(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
+def _used(rows: Sequence[Row]) -> list[str]:
+    return [head for head in rows[0] if any(row[head] for row in rows)]
+
+
 def _aligned(rows: Sequence[Row]) -> list[str]:
-    heads = [head for head in rows[0] if any(row[head] for row in rows)]
+    heads = _used(rows)
     widths = [max(len(head), *(len(row[head]) for row in rows)) for head in heads]
     lines = [heads, *([row[head] for head in heads] for row in rows)]
     return [

@@ -17,17 +17,22 @@ def read(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(result, dict) or any(key not in result for key in NEEDED):
         raise ValueError(f"{file} is no results file of bench.py: it has no {', no '.join(NEEDED)}")
-    for contender in result["contenders"]:
-        contender.setdefault("measured_with", {"file": file.name, "versions": result["versions"]})
     return result
 
 
-def set_against(result: dict[str, Any], contender: dict[str, Any]) -> dict[str, Any]:
-    """A contender of another run, its time set against the reference of this one in the same setting."""
+def merge(result: dict[str, Any], other: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The contenders of another run, marked with its name, their times set against this one's reference."""
+    mark = {"name": name, "versions": other["versions"], "read_gb_per_s": other["read_gb_per_s"]}
+    return [
+        {**contender, "ratio": _ratio(result, contender), "merged_from": mark}
+        for contender in other["contenders"]
+    ]
+
+
+def _ratio(result: dict[str, Any], contender: dict[str, Any]) -> float | None:
     setting = ("name", "dtype", "context", "batch")
     wanted = [result["reference"], *(contender[key] for key in setting[1:])]
     reference = next((c for c in result["contenders"] if [c[key] for key in setting] == wanted), None)
     if reference is None:
-        return {**contender, "ratio": None}
-    ratio = contender["ms_per_step"]["median"] / reference["ms_per_step"]["median"]
-    return {**contender, "ratio": round(ratio, 4)}
+        return None
+    return round(contender["ms_per_step"]["median"] / reference["ms_per_step"]["median"], 4)

@@ -42,7 +42,8 @@ def check_rival(name: str) -> None:
         try:
             import kvpress  # noqa: F401
         except ImportError as error:
-            raise ValueError(KVPRESS_HINT) from error
+            hint = KVPRESS_HINT if error.name == "kvpress" else f"kvpress cannot be imported: {error}"
+            raise ValueError(hint) from error
 
 
 class _Rival:

@@ -1,0 +1,359 @@
+"""`scripts/bench.py` and `scripts/bench_table.py`: what they report, not how fast anything is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import scripts.bench as bench
+import scripts.bench_table as bench_table
+from inertiakv import Decoder, memory
+from scripts.benchmarking import breakdown, measure, options, rivals, shapes, traffic
+from scripts.benchmarking.contender import Case
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = ["--shape", "tiny", "--dtype", "float32", "--context", "100", "--steps", "4", "--blocks", "2"]
+EAGER = [*QUICK, "--no-compile", "--read-gb-per-s", "10"]
+KV_TOKEN = 2 * 2 * 2 * 16 * 4
+"""Bytes of a token's K and V in the tiny shape, in float32: layers, K and V, KV heads, head dim, bytes."""
+LAYER = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+"""Weights of a layer of the tiny shape: q and o, k and v, MLP, norms."""
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert bench.main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def by_name(result: dict[str, Any], **setting: Any) -> dict[str, dict[str, Any]]:
+    contenders = [c for c in result["contenders"] if all(c[key] == value for key, value in setting.items())]
+    return {contender["name"]: contender for contender in contenders}
+
+
+def case(shape: str = "tiny", **changes: Any) -> Case:
+    raw = shapes.shape(shape, None)
+    model = shapes.random_model(raw, torch.float32, torch.device("cpu"))
+    settings = {"context": 100, "batch": 1, "new_tokens": 40, "skip_prefill": False, "compiled": False}
+    return Case(model=model, raw=raw, attention="auto", **{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def both_batches() -> dict[str, Any]:
+    """All that can be asked for at once, uncompiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        written: list[dict[str, Any]] = []
+        patch.setattr(bench.report, "text", lambda result: written.append(result) or "")
+        patch.setattr(bench.machine, "measure_read", lambda device: (1e10, "sum"))
+        argv = [arg for arg in EAGER if arg not in ("--read-gb-per-s", "10")]
+        assert bench.main([*argv, "--batch", "1,3", "--profile"]) == 0
+    return written[0]
+
+
+def test_one_object_says_everything(both_batches: dict[str, Any]) -> None:
+    assert set(both_batches["machine"]) >= {"device", "cpu", "cores", "threads", "memory_gb"}
+    assert set(both_batches["versions"]) >= {"python", "torch", "transformers", "inertiakv"}
+    assert both_batches["command"].startswith("python scripts/bench.py --shape tiny ")
+    assert both_batches["read_gb_per_s"] == 10
+    assert both_batches["compile_seconds"] is None
+    assert both_batches["model"] == {
+        "name": "tiny",
+        "source": "made in memory",
+        "layers": 2,
+        "parameters": 2 * LAYER + 64 + 2 * 512 * 64,
+    }
+    assert not both_batches["skipped"]
+    json.dumps(both_batches)
+
+
+def test_every_contender_in_every_setting(both_batches: dict[str, Any]) -> None:
+    for batch in (1, 3):
+        contenders = by_name(both_batches, batch=batch, context=100, dtype="float32")
+        names = ["transformers", "transformers-static", "full", "inertiakv", "lazy4", "score_free"]
+        assert list(contenders) == names
+        for contender in contenders.values():
+            ms = contender["ms_per_step"]
+            assert 0 < ms["p10"] <= ms["median"] <= ms["p90"]
+            assert contender["tokens_per_second"] == pytest.approx(1000 * batch / ms["median"], rel=1e-3)
+            assert contender["start"] == "prefill"
+            assert contender["first_token_ms"] > 0
+            assert contender["lengths"] == ([100] if batch == 1 else [100, 75, 50])
+            limit_ms = contender["bytes_per_step"] / 10 / 1e6
+            assert contender["share_of_limit"] == pytest.approx(limit_ms / ms["median"], rel=1e-2, abs=1e-4)
+
+
+def test_ratios_are_to_the_reference(both_batches: dict[str, Any]) -> None:
+    assert both_batches["reference"] == "transformers"
+    contenders = by_name(both_batches, batch=1)
+    assert contenders["transformers"]["ratio"] == 1
+    assert all(contender["ratio"] > 0 for contender in contenders.values())
+
+
+def test_kept_tokens_and_bytes_follow_the_formulas(both_batches: dict[str, Any]) -> None:
+    weights = 4 * (2 * LAYER + 64 + 512 * 64)  # without the embedding table, which is not the head
+    for batch, budgets in ((1, [10]), (3, [10, 7, 5])):
+        contenders = by_name(both_batches, batch=batch)
+        for name, contender in contenders.items():
+            if name in ("inertiakv", "lazy4", "score_free"):
+                assert contender["kept_tokens_by_row"] == budgets
+                assert contender["first_step_ms"] > 0
+            else:
+                assert min(contender["kept_tokens_by_row"]) > min(contender["lengths"])
+                assert contender["first_step_ms"] is None
+            assert contender["kept_tokens"] == sum(contender["kept_tokens_by_row"])
+            assert contender["cache_bytes_by_formula"] == contender["kept_tokens"] * KV_TOKEN
+            assert contender["bytes_per_step"] == weights + contender["kept_tokens"] * KV_TOKEN
+            assert contender["cache_bytes"] >= contender["cache_bytes_by_formula"]
+
+
+def test_samples_of_a_lazy_policy_are_whole_periods(both_batches: dict[str, Any]) -> None:
+    contenders = by_name(both_batches, batch=1)
+    assert (contenders["inertiakv"]["samples"], contenders["inertiakv"]["steps_per_sample"]) == (8, 1)
+    assert (contenders["lazy4"]["samples"], contenders["lazy4"]["steps_per_sample"]) == (2, 4)
+    assert set(contenders["lazy4"]["ms_by_kind"]) == {"refresh", "plain"}
+    assert contenders["inertiakv"]["ms_by_kind"] is None
+
+
+def test_profile_of_the_policy_that_scores_most(both_batches: dict[str, Any]) -> None:
+    assert [c["name"] for c in both_batches["contenders"] if c.get("profile")] == ["inertiakv"] * 2
+    profile = by_name(both_batches, batch=1)["inertiakv"]["profile"]
+    parts = {"attention", "eviction", "mlp", "head_and_sampling", "rest", "scoring", "host"}
+    assert set(profile["ms"]) == parts
+    assert all(ms >= 0 for ms in profile["ms"].values())
+    assert "left out" in profile["method"]
+
+
+def test_tables_show_every_contender(both_batches: dict[str, Any], tmp_path: Path) -> None:
+    text = bench.report.text(both_batches)
+    (tmp_path / "here.json").write_text(json.dumps(both_batches))
+    assert bench_table.main(["--folder", str(tmp_path)]) == 0
+    page = (tmp_path / "README.md").read_text()
+    for contender in both_batches["contenders"]:
+        assert f"{contender['ms_per_step']['median']:.2f}" in text
+        assert f"| {contender['name']} | {contender['ms_per_step']['median']:.2f} |" in page
+    assert both_batches["command"] in page
+    assert "batch 3 (50 to 100 tokens a row)" in text
+    assert bench_table.main(["--folder", str(tmp_path), "--check"]) == 0
+    (tmp_path / "README.md").write_text(page + "by hand")
+    assert bench_table.main(["--folder", str(tmp_path), "--check"]) == 1
+
+
+def test_page_of_this_checkout_is_what_its_files_give() -> None:
+    folder = ROOT / "benchmarks"
+    if not list(folder.glob("*.json")):
+        pytest.skip("no results files yet")
+    assert (folder / "README.md").read_text() == bench_table.make_page(folder)
+
+
+def test_compiled_without_what_only_other_scripts_need() -> None:
+    """As on a bare machine: neither the command-line packages nor an installed checkout."""
+    program = (
+        "import sys, runpy\n"
+        "for name in ('tyro', 'tqdm', 'docstring_parser', 'jinja2', 'gguf', 'matplotlib', 'pytest'):\n"
+        "    sys.modules[name] = None\n"
+        "sys.argv = ['bench.py', *sys.argv[1:]]\n"
+        f"runpy.run_path({str(ROOT / 'scripts' / 'bench.py')!r}, run_name='__main__')\n"
+    )
+    argv = [*QUICK, "--policies", "lazy4", "--against", "none", "--skip-prefill", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *argv], capture_output=True, text=True, cwd="/", check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["read_gb_per_s"] > 0.5
+    assert result["read_by"].startswith("float32")
+    lazy4 = by_name(result)["lazy4"]
+    assert lazy4["graphs"] == {"compiled": 2, "breaks": 0, "recompiles": 0}
+    assert lazy4["compile_seconds"] > 0
+    assert lazy4["start"] == "synthetic prompt"
+    assert lazy4["first_token_ms"] is None
+    assert lazy4["first_step_ms"] > 0
+    assert lazy4["kept_tokens"] == 10
+
+
+def test_synthetic_prompts_leave_caches_as_prefill_does(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*EAGER, "--batch", "3", "--against", "transformers,transformers-static"]
+    real, synthetic = run(capsys, *argv), run(capsys, *argv, "--skip-prefill")
+    assert {c["start"] for c in synthetic["contenders"]} == {"synthetic prompt"}
+    for before, after in zip(real["contenders"], synthetic["contenders"], strict=True):
+        for key in ("name", "kept_tokens_by_row", "bytes_per_step", "cache_bytes"):
+            assert before[key] == after[key]
+
+
+def test_context_may_exceed_positions(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*EAGER, "--context", "600", "--policies", "full,inertiakv", "--against", "none", "--budget", "33"]
+    result = run(capsys, *argv)
+    assert result["reference"] == "full"
+    assert by_name(result)["inertiakv"]["kept_tokens"] == 33
+    assert by_name(result)["full"]["kept_tokens"] > 600
+
+
+def test_a_prompt_that_does_not_fit_is_taken_as_evicted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 5_000_000)
+    argv = [*EAGER, "--context", "20000", "--batch", "2", "--skip-prefill", "--against", "none"]
+    result = run(capsys, *argv, "--policies", "full,inertiakv")
+    assert [(s["name"], s["context"], s["batch"]) for s in result["skipped"]] == [("full", 20000, 2)]
+    assert "cache" in result["skipped"][0]["reason"]
+    (contender,) = result["contenders"]
+    assert contender["start"] == "evicted cache"
+    assert contender["kept_tokens_by_row"] == [2000, 1000]
+    assert contender["first_step_ms"] is None
+    assert contender["ratio"] is None
+    assert bench.main([*argv, "--policies", "full"]) == 2
+    assert "nothing could be measured: full" in capsys.readouterr().err
+
+
+def test_merged_results_stand_beside_new_ones(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = [*EAGER, "--against", "none"]
+    other = run(capsys, *argv, "--policies", "score_free", "--out", str(tmp_path / "other.json"))
+    assert json.loads((tmp_path / "other.json").read_text()) == other
+    result = run(capsys, *argv, "--policies", "full", "--merge", str(tmp_path / "other.json"))
+    full, merged = result["contenders"]
+    assert merged["merged_from"]["name"] == "other.json"
+    theirs, ours = merged["ms_per_step"]["median"], full["ms_per_step"]["median"]
+    assert merged["ratio"] == pytest.approx(theirs / ours, abs=1e-4)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
+def test_rivals_have_our_weights_and_give_our_tokens(shape: str) -> None:
+    setting = case(shape)
+    hf = rivals.transformers_model(setting)
+    ours = {parameter.data_ptr() for parameter in setting.model.parameters()}
+    assert {parameter.data_ptr() for parameter in hf.parameters()} <= ours
+    assert not any(parameter.requires_grad for parameter in setting.model.parameters())
+    (prompt,) = setting.prompts()
+    out = hf.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    decoder = Decoder(setting.model, None, compile=False)
+    assert out[0, len(prompt) :].tolist() == decoder.generate(prompt, 8, eos_token_ids=()).tokens[0]
+
+
+def test_rivals_go_on_with_their_caches() -> None:
+    setting = case(batch=2)
+    expected = Decoder(setting.model, None, compile=False).generate(setting.prompts(), 12, eos_token_ids=())
+    for name in ("transformers", "transformers-static"):
+        contender = rivals.Transformers(name, setting)
+        contender.start()
+        assert len(contender.steps(4)) == 4
+        assert len(contender.steps(5)) == 5
+        generated = contender.ids[:, 100:].tolist()
+        assert generated == expected.tokens
+        assert contender.cache().kept == [111, 61]
+
+
+def test_experts_count_as_far_as_rows_can_choose_them() -> None:
+    setting = case("tiny-moe")
+    expert = 3 * 64 * 32 * 4
+    one = traffic.weight_bytes(setting.model, 1)
+    assert traffic.weight_bytes(setting.model, 2) - one == 2 * 2 * expert
+    assert traffic.weight_bytes(setting.model, 4) == traffic.weight_bytes(setting.model, 100)
+    everything = sum(p.numel() * 4 for p in setting.model.parameters())
+    assert traffic.weight_bytes(setting.model, 100) == everything - 512 * 64 * 4
+
+
+def test_sliding_layers_read_their_window_alone() -> None:
+    raw = {**shapes.shape("tiny", None), "model_type": "mistral", "sliding_window": 64}
+    raw["architectures"] = ["MistralForCausalLM"]
+    model = shapes.random_model(raw, torch.float32, torch.device("cpu"))
+    assert traffic.step_bytes(model, [100, 10]) - traffic.weight_bytes(model, 2) == (64 + 10) * KV_TOKEN
+
+
+@pytest.mark.parametrize("name", list(shapes.SHAPES))
+def test_shapes_are_what_both_sides_can_read(name: str) -> None:
+    with torch.device("meta"):
+        model = shapes.Transformer(shapes.parse_config(shapes.shape(name, 2)))
+    assert model.config.num_layers == 2
+    assert traffic.weight_bytes(model, 1) > 0
+
+
+def test_compile_times_are_of_both_kinds_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def record(argv: list[str]) -> dict[str, float]:
+        asked.append(argv)
+        return {"cold": 2.0, "warm": 1.0}
+
+    monkeypatch.setattr(bench, "compile_seconds", record)
+    wanted = options.parse([*QUICK, "--batch", "2", "--budget", "20", "--compile-times"], None)
+    assert bench.compile_times(wanted) == {"cold": 2.0, "warm": 1.0}
+    child = options.parse(asked[0], None)
+    assert list(child.policies) == ["lazy4"]
+    assert child.policies["lazy4"].budget == 20  # type: ignore[union-attr]
+    same = ("shape", "layers", "batches", "dtypes", "device", "attention", "contexts")
+    assert [getattr(child, name) for name in same] == [getattr(wanted, name) for name in same]
+    assert child.skip_prefill
+    assert not child.against
+
+
+def test_samples_and_spread() -> None:
+    assert measure.by_period([1.0, 3.0, 5.0, 7.0], 2, 4) == [2.0, 6.0]
+    assert measure.by_period([4.0], 2, 4) == [4.0]  # the mean of a block, where no more is known
+    assert measure.spread([float(n) for n in range(11)]) == {"median": 5.0, "p10": 1.0, "p90": 9.0}
+
+
+def test_chart_where_matplotlib_is(both_batches: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert breakdown.draw(both_batches["contenders"], tmp_path / "parts.png")
+    assert (tmp_path / "parts.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--shape", "llama-9"], "unknown shape 'llama-9'; choose from smollm2-135m"),
+        (["--model", "m", "--shape", "tiny"], "give --model or --shape, not both"),
+        (["--layers", "2"], "--layers has no effect without --shape"),
+        (["--policies", "greedy"], "unknown policy 'greedy'; choose from full"),
+        (["--against", "vllm"], "unknown rival 'vllm'; choose from transformers"),
+        (["--policies", "none", "--against", "none"], "nothing to measure"),
+        (["--policies", "full", "--against", "none", "--budget", "5"], "--budget has no effect"),
+        (["--compression", "1.5"], "compression must be a number in [0, 1)"),
+        (["--budget", "9", "--compression", "0.5"], "give compression (0.5) or budget (9), not both"),
+        (["--policies", "lazy4", "--steps", "6"], "--steps 6 cuts schedules in pieces; give a multiple of 4"),
+        (["--reference", "lazy9"], "--reference lazy9 is not measured; choose from"),
+        (["--policies", "none", "--profile"], "--profile needs a policy"),
+        (["--compile-times", "--no-compile"], "--compile-times needs a policy that is compiled"),
+        (["--context", "0"], "'0' is no whole number of at least 1"),
+        (["--dtype", "int3"], "dtype 'int3' is not supported"),
+        (["--device", "abacus"], "device 'abacus' cannot be used"),
+        (["--merge", "missing.json"], "missing.json"),
+        (["--out", "nowhere/out.json"], "no folder nowhere for --out"),
+        (["--speed"], "unrecognized arguments: --speed"),
+    ],
+)
+def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--shape", "tiny", *argv] if "--merge" in argv else argv) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_kvpress_says_how_to_run_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    assert bench.main(["--against", "kvpress"]) == 2
+    assert "pip install kvpress" in capsys.readouterr().err
+
+
+def test_other_files_are_no_results(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("[1]")
+    assert bench.main(["--shape", "tiny", "--merge", str(tmp_path / "other.json")]) == 2
+    assert "is no results file" in capsys.readouterr().err
+    assert bench_table.main(["--folder", str(tmp_path)]) == 2
+    assert bench_table.main(["--folder", str(tmp_path / "empty")]) == 2
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        bench.main(["--help"])
+    assert exit_.value.code == 0
+    assert "python scripts/bench.py --shape llama-3.1-8b" in capsys.readouterr().out

@@ -1,0 +1,94 @@
+"""Make benchmarks/README.md from the results files beside it.
+
+Examples:
+  python scripts/bench.py --out benchmarks/laptop.json && python scripts/bench_table.py
+  python scripts/bench_table.py --check       exit code 1 where the page is not what the files give
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
+
+from scripts.benchmarking import report, results
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+
+INTRODUCTION = """\
+# Benchmarks
+
+Made by `python scripts/bench_table.py` from the results files in this folder, which `scripts/bench.py --out`
+writes. Change neither by hand.
+
+* **ms/step**: wall-clock milliseconds of a decode step, bookkeeping on the host included: the median, and the
+  10th and 90th percentiles. Contenders take turns in one process, a block of steps each. Where a policy
+  scores at some steps only, a sample is the mean of a whole period, and *scoring/other* gives both kinds.
+* **of ...**: the time as a part of the reference's; smaller is faster.
+* **of the limit**: the least time that reading takes (weights once, kept K and V once, at the bandwidth that
+  was measured in the same run) as a part of the time taken; 1.00 cannot be beaten.
+* **kept**: tokens in the cache, of all rows together; **cache MB**: K and V as allocated.
+* **first token**: prefill included. **first step**: scores the whole prompt and evicts it down to budget.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="bench_table.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where results files lie")
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    args = parser.parse_args(argv)
+    target = args.folder / "README.md"
+    try:
+        page = make_page(args.folder)
+        if not args.check:
+            target.write_text(page, encoding="utf-8")
+        elif not target.is_file() or target.read_text(encoding="utf-8") != page:
+            print(f"{target} is not what its results files give: run scripts/bench_table.py", file=sys.stderr)
+            return 1
+    except (OSError, ValueError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def make_page(folder: Path) -> str:
+    """The page. Raises ValueError where there are no results, or a file that is none."""
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise ValueError(f"no results files in {folder}")
+    return "\n".join([INTRODUCTION, *(section(file.name, results.read(file)) for file in files)])
+
+
+def section(name: str, result: dict[str, Any]) -> str:
+    """One results file."""
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    lines = [f"## {name}", "", f"* {report.machine(result)}; {report.reading(result)}", f"* {versions}"]
+    if result.get("compile_seconds"):
+        lines.append(f"* {report.compiling(result)}")
+    lines += [f"* `{result['command']}`", ""]
+    for title, rows in report.cases(result):
+        lines += [f"**{title}**", "", report.markdown_table(rows), ""]
+    for contender in result["contenders"]:
+        if contender.get("profile"):
+            ms = {
+                part.replace("_", " "): f"{value:.2f}" for part, value in contender["profile"]["ms"].items()
+            }
+            where = f"{contender['name']}, {contender['dtype']}, {contender['context']:,} tokens"
+            lines += [
+                f"A step of {where}, batch {contender['batch']}, in ms ({contender['profile']['method']}):",
+                "",
+                report.markdown_table([ms]),
+                "",
+            ]
+    lines += [f"* Left out: {report.skipped_line(skipped)}" for skipped in result.get("skipped", ())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
