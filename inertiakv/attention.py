@@ -6,7 +6,8 @@ sees nothing and yields zeros. With it prefill, ragged batches, decoding and a f
 with another T.
 
 Shape letters: B batch, T query tokens, H query heads, G KV heads, R query heads a KV head (H = G * R), N
-slots, D head dim, Q and K blocks of queries and of slots.
+slots, D head dim, Q and K blocks of queries and of slots,
+C splits of the slots, M slots in each.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from .cache import MASK_BLOCK
 
 Backend = Literal["dense", "flex"]
 
+SPLITS = 8
+"""Parts of the slots that a compiled step on a CPU attends to side by side."""
 QUERY_BLOCK = 256
 """Queries that dense prefill masks at a time: a [T, N] mask is never made whole."""
 
@@ -65,7 +68,12 @@ def dense_step(
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query a row: the output [B, H, D] and the weights [B, G, R, N] that made it."""
     weights_BGRN = dense_weights(q_BHD, k_BGND, visible_BN, scale)
-    out_BGRD = torch.matmul(weights_BGRN, v_BGND.to(weights_BGRN.dtype))
+    if _fuses(k_BGND):
+        weights_BGCRM = weights_BGRN.unflatten(-1, (SPLITS, -1)).transpose(2, 3)
+        v_BGCMD = v_BGND.unflatten(2, (SPLITS, -1)).to(weights_BGRN.dtype)
+        out_BGRD = (weights_BGCRM[..., None] * v_BGCMD[:, :, :, None]).sum(-2).sum(2)
+    else:
+        out_BGRD = torch.matmul(weights_BGRN, v_BGND.to(weights_BGRN.dtype))
     return out_BGRD.flatten(1, 2).to(q_BHD.dtype), weights_BGRN
 
 
@@ -170,8 +178,21 @@ def flex_step(
 def _logits(q_BHD: Tensor, k_BGND: Tensor, visible_BN: Tensor, scale: float) -> Tensor:
     accurate = torch.promote_types(q_BHD.dtype, torch.float32)
     q_BGRD = rearrange(q_BHD, "b (g r) d -> b g r d", g=k_BGND.shape[1]).to(accurate)
-    logits_BGRN = torch.matmul(q_BGRD, k_BGND.to(accurate).mT) * scale
+    if _fuses(k_BGND):
+        k_BGCMD = k_BGND.unflatten(2, (SPLITS, -1)).to(accurate)
+        logits_BGCRM = (q_BGRD[:, :, None, :, None] * k_BGCMD[:, :, :, None]).sum(-1)
+        logits_BGRN = logits_BGCRM.transpose(2, 3).flatten(3) * scale
+    else:
+        logits_BGRN = torch.matmul(q_BGRD, k_BGND.to(accurate).mT) * scale
     return torch.where(visible_BN[:, None, None], logits_BGRN, -torch.inf)
+
+
+def _fuses(k_BGND: Tensor) -> bool:
+    """Whether to write the two products of one query's attention as a multiplication and a sum: the compiler
+    then makes a loop of its own for CPUs, which reads K and V once, as they are, split so that all threads
+    have work. The library's matrix product wants a float32 copy first and takes twice as long."""
+    compiled = torch.compiler.is_compiling() and k_BGND.device.type == "cpu"
+    return compiled and k_BGND.shape[2] % SPLITS == 0
 
 
 def _blocks(position_BX: Tensor) -> Tensor:

@@ -74,7 +74,15 @@ class Graphs:
                 module, inputs, config_patches={"triton.cudagraphs": self.device.type == "cuda"}
             )
 
-        return torch.compile(_own(function, static), fullgraph=True, dynamic=False, backend=backend)
+        return torch.compile(
+            _own(function, static),
+            fullgraph=True,
+            dynamic=False,
+            backend=backend,
+            # One graph a callable, and the key has told shapes apart: checking some thousand properties of
+            # the model again at every step would take as long as several of its layers.
+            options={"guard_filter_fn": lambda guards: [False for _ in guards]},
+        )
 
 
 def _own(function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:

@@ -7,7 +7,11 @@ from typing import Any
 
 
 class StopStrings:
-    """Ends a row as soon as its answer's text contains one of the strings; for `stop=` of a `Decoder`."""
+    """Ends a row as soon as its answer's text contains one of the strings; for `stop=` of a `Decoder`.
+
+    It sees the answer of one `generate`, `stream` or `decode`: not a string that one call begins and another
+    ends.
+    """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         if not strings or not all(strings):

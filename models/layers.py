@@ -45,8 +45,10 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     """x [..., I] -> [..., O] in x's dtype."""
     if torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]:
         # One row is bound by reading the weights, which the compiler's own loop reads about twice as fast as
-        # the library's matrix product.
-        y_O = (weight_OI * x.reshape(-1)).sum(-1, dtype=statistics_dtype(x.dtype))
+        # the library's matrix product. as_strided has the row computed first: else the compiler would compute
+        # it, a norm or an activation, again for every output that reads it.
+        row_I = x.contiguous().as_strided((x.numel(),), (1,))
+        y_O = (weight_OI * row_I).sum(-1, dtype=statistics_dtype(x.dtype))
         y_O = y_O if bias_O is None else y_O + bias_O
         return y_O.to(x.dtype).reshape(*x.shape[:-1], -1)
     return F.linear(x, weight_OI, bias_O)

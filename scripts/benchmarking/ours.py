@@ -53,7 +53,8 @@ class Ours:
         )
 
     def _begin(self, eviction: EvictionConfig | None, prompts: list[list[int]]) -> tuple[Decoder, float]:
-        """A decoder with its prompts taken in, one token answered, evicted; and the seconds of that token, without compiling."""
+        """A decoder with its prompts taken in, one token answered, evicted; and that token's seconds, without
+        those of compiling."""
         decoder = Decoder(
             self.case.model, eviction, compile=self.case.compiled, attention=self.case.attention
         )

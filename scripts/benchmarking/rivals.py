@@ -141,13 +141,14 @@ class Transformers(_Rival):
             do_sample=False,
             logits_processor=[stamp],
             **{_cache_argument(self.hf): self.kv},
-            **self._compile_options(),
+            **self._compile_options(new),
         )
         self._append(out[:, self.ids.shape[1] :])
         return stamps
 
-    def _compile_options(self) -> dict[str, Any]:
-        if self.name != "transformers-static" or not self.case.compiled:
+    def _compile_options(self, new: int) -> dict[str, Any]:
+        # The first token comes from the prefill, which generate does not compile.
+        if self.name != "transformers-static" or not self.case.compiled or new == 1:
             return {"disable_compile": True}
         from transformers import CompileConfig
 
