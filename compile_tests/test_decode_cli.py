@@ -448,7 +448,7 @@ def test_the_default_length_makes_do_with_what_fits(cli: Cli, tmp_path: Path) ->
         ("--prompt a --refresh 0", "refresh must be a whole number of at least 1 or 'once', got 0"),
         ("--prompt a --refresh never", "--refresh"),
         ("--prompt a --top-k 5", "top_k=5 has no effect at temperature 0 (greedy)"),
-        ("--prompt a --temperature -1", "temperature must be a finite number of at least 0, got -1.0"),
+        ("--prompt a --temperature -1", "temperature must be 0 (greedy) or in [0.001, 1000], got -1.0"),
         ("--prompt a --temperature warm", "--temperature"),
         ("--prompt a --dtype int8", "int8"),
         ("--prompt a --device abacus", "device 'abacus' cannot be used"),

@@ -165,7 +165,7 @@ def test_a_stream_goes_on_where_the_answer_does() -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(temperature=5.0, top_k=1), Sampling(temperature=1e-6), Sampling(temperature=1.0, min_p=1.0)],
+    [Sampling(temperature=5.0, top_k=1), Sampling(temperature=1e-3), Sampling(temperature=1.0, min_p=1.0)],
     ids=str,
 )
 def test_what_leaves_one_token_is_greedy(sampling: Sampling) -> None:

@@ -5,14 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from . import memory
 from .cache import CacheShape, SlotCache, bucket
 from .protocol import LanguageModel
-
-UNLIMITED = torch.iinfo(torch.int32).max
-"""The budget of a row that keeps every token."""
 
 
 class Buffers:

@@ -24,7 +24,8 @@ def bucket(tokens: int) -> int:
     """Slots to allocate for `tokens`: the next multiple of an eighth of its power of two, at least a mask
     block.
 
-    Nearby lengths share a buffer shape, and so a compiled graph, for at most an eighth more memory.
+    Nearby lengths share a buffer shape, and so a compiled graph, for at most an eighth more memory, or a
+    block more where there are fewer than 1,024.
     """
     step = max(MASK_BLOCK, (1 << (tokens.bit_length() - 1)) // 8)
     return -(-tokens // step) * step

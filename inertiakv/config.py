@@ -12,6 +12,8 @@ Coupling = Literal["layer_temporal", "temporal", "layer"]
 
 DEFAULT_COMPRESSION = 0.9
 DEFAULT_ALPHA = 0.8
+MAX_BUDGET = 2**31 - 1
+"""More tokens than any position can number: a budget that evicts nothing."""
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -102,7 +104,7 @@ class EvictionConfig:
         Exact in decimal: a compression of 0.9 keeps 100 of 1,000 tokens, not the 99 of binary floating point.
         Raises ValueError where sinks and recent alone exceed it.
         """
-        budget = self.budget
+        budget = self.budget if self.budget is None else min(self.budget, MAX_BUDGET)
         if budget is None:
             budget = max(1, int((1 - Fraction(str(self.compression))) * prompt_tokens))
         if self.sinks + self.recent > budget:

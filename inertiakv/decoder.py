@@ -19,9 +19,9 @@ from torch import Tensor
 from . import saved
 from .aggregation import Aggregation
 from .attention import choose_backend
-from .buffers import UNLIMITED, Buffers
+from .buffers import Buffers
 from .cache import SlotCache, bucket
-from .config import EvictionConfig
+from .config import MAX_BUDGET, EvictionConfig
 from .eviction import EMPTY
 from .graphs import Graphs
 from .prefill import Prefill, Progress
@@ -137,9 +137,10 @@ class Decoder:
         rows = to_rows(prompts, self.model.config.vocab_size)
         lengths, batch = [len(row) for row in rows], len(rows)
         check_positions(lengths, max_new_tokens, self.model.config.max_positions)
-        budgets = [UNLIMITED if self.eviction is None else self.eviction.budget_for(n) for n in lengths]
+        budgets = [MAX_BUDGET if self.eviction is None else self.eviction.budget_for(n) for n in lengths]
         overfull = any(n > budget for n, budget in zip(lengths, budgets, strict=True))
         decode_slots = self.buffers.decode_slots(lengths, budgets, max_new_tokens)
+        self._check_model()
         self.buffers.require(
             batch,
             bucket(max(lengths) + 1) if overfull else 0,
@@ -157,7 +158,8 @@ class Decoder:
         self.rows = self._rows_for(batch)
         self.rows.start()
         self.stats = Stats(lengths, [None if self.eviction is None else budget for budget in budgets])
-        self._enter(rows, progress)
+        with self._whole():
+            self._enter(rows, progress)
 
     @torch.no_grad()
     def extend(self, turns: Prompts, *, max_new_tokens: int = 0, progress: Progress | None = None) -> None:
@@ -179,7 +181,14 @@ class Decoder:
                 row.insert(0, token)
         totals = [n + len(row) for n, row in zip(lengths, rows, strict=True)]
         check_positions(totals, max_new_tokens, self.model.config.max_positions)
+        self._check_model()
         longest = max(n + len(row) for n, row in zip(counts, rows, strict=True))
+        with self._whole():
+            self._take_turn(rows, longest, max_new_tokens, progress)
+
+    def _take_turn(
+        self, rows: list[list[int]], longest: int, max_new_tokens: int, progress: Progress | None
+    ) -> None:
         with self._timed("prefill"):
             self._move_to(self.buffers.prompt_cache(len(rows), longest + max_new_tokens))
         self.rows.finished_B.fill_(False)
@@ -307,6 +316,7 @@ class Decoder:
         """Decode, one list of tokens a step, `NO_TOKEN` for a row that has ended. Reads them from the device
         every `read_every` steps. However soon it ends, it leaves the cache evicted to budget."""
         cache, rows = self._conversation(), self.rows
+        self._check_model()
         eos = self._check_options(self.stats.batch, max_new_tokens, sampling, eos_token_ids)
         check_positions(rows.position_B.tolist(), max_new_tokens, self.model.config.max_positions)
         rows.configure(sampling, eos, self.model.config.vocab_size)
@@ -314,9 +324,14 @@ class Decoder:
         with torch.no_grad():
             if not self._overfull and cache.shape.slots < slots:
                 self._move_to(self.buffers.decode_cache(self.stats.batch, slots))
-        turn = self._turn
+        self._turn = turn = object()
+        steps = self._read(self._steps(max_new_tokens, sampling.greedy, read_every), stop)
         try:
-            for tokens in self._read(self._steps(max_new_tokens, sampling.greedy, read_every), stop):
+            while True:
+                with self._whole():
+                    tokens = next(steps, None)
+                if tokens is None:
+                    break
                 yield tokens
                 if self._turn is not turn:
                     raise ValueError("this answer's conversation has gone on without it")
@@ -324,7 +339,8 @@ class Decoder:
             if self._turn is turn:
                 self._settle(max_new_tokens)
             raise
-        self._settle(max_new_tokens)
+        with self._whole():
+            self._settle(max_new_tokens)
 
     def _read(self, steps: Iterator[list[Step]], stop: Stop | None) -> Iterator[list[int]]:
         answer: list[list[int]] = [[] for _ in range(self.stats.batch)]
@@ -424,6 +440,24 @@ class Decoder:
         full = self.buffers.shape(stats.batch, bucket(max(stats.sequence_tokens) + 1))
         stats.full_cache_bytes = full.nbytes(cache.dtype)
         stats.graphs = replace(self.graphs.stats)
+
+    def _check_model(self) -> None:
+        """Raise ValueError where the model has been moved: graphs and buffers are made for where it was."""
+        was, now = (self.buffers.dtype, self.buffers.device), (self.model.dtype, self.model.device)
+        if was != now:
+            raise ValueError(
+                f"the model was {was[0]} on {was[1]} and is {now[0]} on {now[1]}: make a new Decoder"
+            )
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """A step that is broken off, by Ctrl-C or an error, leaves the cache between two states: forget it
+        all."""
+        try:
+            yield
+        except BaseException:
+            self._forget()
+            raise
 
     @contextmanager
     def _timed(self, part: Literal["prefill", "first_step", "decode"]) -> Iterator[None]:

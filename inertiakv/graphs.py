@@ -70,9 +70,7 @@ class Graphs:
             graphs += 1
             self.stats.compiled += 1
             self.stats.recompiles += graphs > 1
-            return compile_fx(
-                module, inputs, config_patches={"triton.cudagraphs": self.device.type == "cuda"}
-            )
+            return compile_fx(module, inputs, config_patches=self._settings)
 
         return torch.compile(
             _own(function, static),

@@ -38,7 +38,12 @@ class Sizes(Protocol):
 
 class LanguageModel(Protocol):
     """A decoder-only model that leaves attention to a cache: in every layer, after RoPE, it calls
-    `cache.attend(layer, q_BHTD, k_BGTD, v_BGTD, window=..., scale=...)`, and it knows nothing else of it."""
+    `cache.attend(layer, q_BHTD, k_BGTD, v_BGTD, window=..., scale=...)` and goes on with what that returns.
+
+    It may run a layer as `cache.run_layer(layer, x_BTE, *args)`, which calls `layer(x_BTE, *args, cache)`
+    with a cache to say `attend` to: layers that are alike are then compiled once. It knows nothing else of
+    the cache.
+    """
 
     @property
     def config(self) -> Sizes: ...

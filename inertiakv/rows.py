@@ -70,7 +70,7 @@ class Rows(nn.Module):
         self.eos_E.fill_(NO_TOKEN)
         self.eos_E[: len(eos_ids)] = torch.tensor(list(eos_ids), dtype=torch.int64)
         self.temperature_B.fill_(sampling.temperature or 1.0)
-        self.top_k_B.fill_(vocab_size if sampling.top_k is None else sampling.top_k)
+        self.top_k_B.fill_(min(sampling.top_k or vocab_size, vocab_size))
         self.top_p_B.fill_(1.0 if sampling.top_p is None else sampling.top_p)
         self.min_p_B.fill_(sampling.min_p or 0.0)
         self.seed_B.copy_(torch.tensor(sampling.seeds(len(self.token_B)), dtype=torch.int64))

@@ -37,8 +37,8 @@ class Sampling:
     default."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0 or self.temperature == float("inf"):
-            raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
+        if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
+            raise ValueError(f"temperature must be 0 (greedy) or in [0.001, 1000], got {self.temperature}")
         if self.greedy:
             for name in ("top_k", "top_p", "min_p", "seed"):
                 if getattr(self, name) is not None:

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from .cache import SlotCache
 from .results import Seconds, Stats
 from .rows import Rows
 
@@ -63,9 +64,28 @@ def load(decoder: Decoder, path: str | Path) -> None:
                 if state[name] != ours:
                     raise ValueError(f"{path} was saved with {name} {state[name]}, this decoder has {ours}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            _check_complete(decoder, state, tensors)
     except SafetensorError as error:
         raise ValueError(f"{path} is no readable safetensors file: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
     _restore(decoder, state, tensors)
+
+
+def _check_complete(decoder: Decoder, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Raise for a state or a tensor that is missing, of another shape or of another dtype."""
+    stats = Stats(**{**state["stats"], "seconds": Seconds(**state["stats"]["seconds"])})
+    for name in ("overfull", "turn_step", "stopped"):
+        state[name]
+    shape = decoder.buffers.shape(stats.batch, state["slots"])
+    cache = SlotCache(shape, dtype=decoder.model.dtype, device="meta")
+    for prefix, module in (("cache.", cache), ("rows.", Rows(stats.batch, torch.device("meta")))):
+        for name, buffer in module.state_dict().items():
+            tensor = tensors[prefix + name]
+            if (tensor.shape, tensor.dtype) != (buffer.shape, buffer.dtype):
+                raise ValueError(
+                    f"{prefix + name} is {tensor.dtype} {list(tensor.shape)} in the saved conversation"
+                )
 
 
 def _restore(decoder: Decoder, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

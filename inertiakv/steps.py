@@ -138,4 +138,6 @@ def _feed(
 
 
 def _mean_utility(cache: SlotCache) -> Tensor:
-    return (cache.utility_BN.sum(-1) / cache.count_B.clamp_min(1))[:, None]
+    # Summed in float64: tokens that take the mean in turn must come out equal, for ties to be ties.
+    mean_B = cache.utility_BN.double().sum(-1) / cache.count_B.clamp_min(1)
+    return mean_B.to(cache.utility_BN.dtype)[:, None]

@@ -13,10 +13,11 @@ class StopStrings:
     ends.
     """
 
-    def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, strings: str | Sequence[str]) -> None:
+        strings = [strings] if isinstance(strings, str) else list(strings)
         if not strings or not all(strings):
-            raise ValueError(f"stop strings must be non-empty, got {list(strings)!r}")
-        self.tokenizer, self.strings = tokenizer, list(strings)
+            raise ValueError(f"stop strings must be non-empty, got {strings!r}")
+        self.tokenizer, self.strings = tokenizer, strings
 
     def __call__(self, row: int, tokens: list[int]) -> bool:
         # A token is at least one byte, so a stop string that just ended lies within as many tokens as it has

@@ -119,6 +119,8 @@ def _convert(file: Path, target: Path, header: _Header) -> None:
         )
     model.to(torch.bfloat16).save_pretrained(target)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(target)
+    for made in target.iterdir():
+        made.chmod(0o644)  # safetensors leaves its files to their owner alone
 
 
 def _complete(config: Any, header: _Header) -> None:

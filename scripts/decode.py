@@ -1,7 +1,7 @@
 """Ask a model something while its KV cache keeps a fraction of the prompt.
 
 Examples:
-  python scripts/decode.py --prompt "Why is the sea salty?"
+  python scripts/decode.py --prompt "Why is the sea salty?" --budget 256
   python scripts/decode.py --prompt-file book.txt --policy lazy4 --compression 0.95
   cat report.txt question.txt | python scripts/decode.py - --budget 512 --compare full
   python scripts/decode.py --prompts-jsonl questions.jsonl --json > answers.json

@@ -42,10 +42,19 @@ def from_text(text: str, origin: str) -> Prompt:
     text = text.removesuffix("\n")
     if not text:
         raise ValueError(f"the prompt is empty ({origin})")
+    _check_text(text, origin)
     return Prompt(text, origin)
 
 
+def _check_text(text: str, origin: str) -> None:
+    """Raise ValueError for bytes that are no text: Python reads them as lone surrogates."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"the prompt is not UTF-8 text ({origin})")
+
+
 def from_stdin() -> Prompt:
+    if sys.stdin is None:
+        raise ValueError("there is no stdin to read the prompt from")
     if sys.stdin.isatty():
         print("reading the prompt from stdin, up to its end (Ctrl-D)", file=sys.stderr)
     return from_text(sys.stdin.read(), "stdin")
@@ -64,7 +73,7 @@ def from_jsonl(path: Path) -> list[Prompt]:
 def _from_json(line: str, origin: str) -> Prompt:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{origin} is not JSON: {error}") from error
     if not isinstance(entry, dict) or len(entry) != 1 or not entry.keys() <= {"prompt", "messages"}:
         keys = f"keys {', '.join(entry)}" if isinstance(entry, dict) and entry else "no such object"
@@ -73,6 +82,7 @@ def _from_json(line: str, origin: str) -> Prompt:
         text = entry["prompt"]
         if not isinstance(text, str) or not text:
             raise ValueError(f"{origin}: prompt must be a text that is not empty, got {text!r}")
+        _check_text(text, origin)
         return Prompt(text, origin)
     messages = entry["messages"]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
