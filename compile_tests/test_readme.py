@@ -164,3 +164,18 @@ def test_the_demo_is_what_make_runs() -> None:
     argv = command.replace("$(DEMO_ARGS)", "").split()[2:]
     args = decode.options.parse(decode.Arguments, argv, prog="decode.py", description="")
     assert [name for name, _ in decode.choose_policies(args.policy)] == ["lazy4", "full"]
+
+
+def test_the_table_of_speeds_is_the_measured_one() -> None:
+    results = json.loads((ROOT / "benchmarks/smollm2-135m-cpu.json").read_text())
+    measured = {(c["name"], c["dtype"]): c for c in results["contenders"]}
+    rows = table(README.split("<!-- speed -->")[1].split("<!-- /speed -->")[0])
+    assert len(rows) == 4
+    for policy, *rest in rows:
+        name = policy.strip("`")
+        low, full = measured[name, "bfloat16"], measured[name, "float32"]
+        expected = [
+            *(f"{c['tokens_per_second']:.1f}" for c in (low, full)),
+            f"{low['cache_bytes'] / 1e6:.1f} MB",
+        ]
+        assert rest == expected
