@@ -42,10 +42,11 @@ class Graphs:
             return self._passes[key](*args)
         if self.on_compile is not None:
             self.on_compile(str(key[0]))
+        start = time.perf_counter()
         self._passes[key] = compiled = self._compile(function, static)
         from torch._dynamo.utils import counters  # imported late: the compiler takes seconds to import
 
-        start, breaks = time.perf_counter(), counters["graph_break"].total()
+        breaks = counters["graph_break"].total()
         result = compiled(*args)
         self.stats.seconds += time.perf_counter() - start
         self.stats.breaks += counters["graph_break"].total() - breaks
