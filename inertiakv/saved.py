@@ -72,9 +72,13 @@ def load(decoder: Decoder, path: str | Path) -> None:
     _restore(decoder, state, tensors)
 
 
+def _stats(state: dict[str, Any]) -> Stats:
+    return Stats(**{**state["stats"], "seconds": Seconds(**state["stats"]["seconds"])})
+
+
 def _check_complete(decoder: Decoder, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Raise for a state or a tensor that is missing, of another shape or of another dtype."""
-    stats = Stats(**{**state["stats"], "seconds": Seconds(**state["stats"]["seconds"])})
+    stats = _stats(state)
     for name in ("overfull", "turn_step", "stopped"):
         state[name]
     shape = decoder.buffers.shape(stats.batch, state["slots"])
@@ -89,9 +93,8 @@ def _check_complete(decoder: Decoder, state: dict[str, Any], tensors: dict[str, 
 
 
 def _restore(decoder: Decoder, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    stats = state["stats"]
     decoder._forget()
-    decoder.stats = Stats(**{**stats, "seconds": Seconds(**stats["seconds"])})
+    decoder.stats = _stats(state)
     batch, slots = decoder.stats.batch, state["slots"]
     if state["overfull"]:
         cache = decoder.buffers.prompt_cache(batch, slots - 1)
