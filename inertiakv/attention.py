@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from .cache import MASK_BLOCK
+from .lowering import computed_first
 
 Backend = Literal["dense", "flex"]
 
@@ -56,25 +57,24 @@ def visible(position_BN: Tensor, query_BT: Tensor, window: int | None) -> Tensor
 def dense_weights(q_BHD: Tensor, k_BGND: Tensor, visible_BN: Tensor, scale: float) -> Tensor:
     """One query's softmax over the visible slots, [B, G, R, N], in float32 or wider; zeros where it sees
     none."""
-    logits_BGRN = _logits(q_BHD, k_BGND, visible_BN, scale)
-    # A row that sees nothing has no maximum: 0 in its place makes every weight exp(-inf) = 0.
-    top_BGR1 = logits_BGRN.amax(-1, keepdim=True)
-    weights_BGRN = torch.exp(logits_BGRN - torch.where(top_BGR1 == -torch.inf, 0.0, top_BGR1))
-    return weights_BGRN / weights_BGRN.sum(-1, keepdim=True).clamp_min(torch.finfo(weights_BGRN.dtype).tiny)
+    mass_BGRN, total_BGR1 = _masses(q_BHD, k_BGND, visible_BN, scale)
+    return mass_BGRN / total_BGR1
 
 
 def dense_step(
     q_BHD: Tensor, k_BGND: Tensor, v_BGND: Tensor, visible_BN: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query a row: the output [B, H, D] and the weights [B, G, R, N] that made it."""
-    weights_BGRN = dense_weights(q_BHD, k_BGND, visible_BN, scale)
+    mass_BGRN, total_BGR1 = _masses(q_BHD, k_BGND, visible_BN, scale)
     if _fuses(k_BGND):
-        weights_BGCRM = weights_BGRN.unflatten(-1, (SPLITS, -1)).transpose(2, 3)
-        v_BGCMD = v_BGND.unflatten(2, (SPLITS, -1)).to(weights_BGRN.dtype)
-        out_BGRD = (weights_BGCRM[..., None] * v_BGCMD[:, :, :, None]).sum(-2).sum(2)
+        mass_BGRCM = mass_BGRN.unflatten(-1, (SPLITS, -1))
+        v_BGCMD = v_BGND.unflatten(2, (SPLITS, -1)).to(mass_BGRN.dtype)
+        out_BGRD = torch.stack(
+            [(w_BGCM[..., None] * v_BGCMD).sum(-2).sum(2) for w_BGCM in mass_BGRCM.unbind(2)], dim=2
+        )
     else:
-        out_BGRD = torch.matmul(weights_BGRN, v_BGND.to(weights_BGRN.dtype))
-    return out_BGRD.flatten(1, 2).to(q_BHD.dtype), weights_BGRN
+        out_BGRD = torch.matmul(mass_BGRN, v_BGND.to(mass_BGRN.dtype))
+    return (out_BGRD / total_BGR1).flatten(1, 2).to(q_BHD.dtype), mass_BGRN / total_BGR1
 
 
 def dense_chunk(
@@ -175,22 +175,36 @@ def flex_step(
     return out_BHTD[:, :, 0], weights_BGRN
 
 
+def _masses(q_BHD: Tensor, k_BGND: Tensor, visible_BN: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One query's softmax before its division: the numerators [B, G, R, N], and their sum [B, G, R, 1]."""
+    logits_BGRN = _logits(q_BHD, k_BGND, visible_BN, scale)
+    # A row that sees nothing has no maximum: 0 in its place makes every weight exp(-inf) = 0.
+    top_BGR1 = logits_BGRN.amax(-1, keepdim=True)
+    mass_BGRN = torch.exp(logits_BGRN - torch.where(top_BGR1 == -torch.inf, 0.0, top_BGR1))
+    if _fuses(k_BGND):
+        mass_BGRN = computed_first(mass_BGRN)
+    return mass_BGRN, mass_BGRN.sum(-1, keepdim=True).clamp_min(torch.finfo(mass_BGRN.dtype).tiny)
+
+
 def _logits(q_BHD: Tensor, k_BGND: Tensor, visible_BN: Tensor, scale: float) -> Tensor:
     accurate = torch.promote_types(q_BHD.dtype, torch.float32)
     q_BGRD = rearrange(q_BHD, "b (g r) d -> b g r d", g=k_BGND.shape[1]).to(accurate)
     if _fuses(k_BGND):
         k_BGCMD = k_BGND.unflatten(2, (SPLITS, -1)).to(accurate)
-        logits_BGCRM = (q_BGRD[:, :, None, :, None] * k_BGCMD[:, :, :, None]).sum(-1)
-        logits_BGRN = logits_BGCRM.transpose(2, 3).flatten(3) * scale
+        logits_BGRCM = torch.stack(
+            [(q_BGD[:, :, None, None] * k_BGCMD).sum(-1) for q_BGD in q_BGRD.unbind(2)], dim=2
+        )
+        logits_BGRN = logits_BGRCM.flatten(3) * scale
     else:
         logits_BGRN = torch.matmul(q_BGRD, k_BGND.to(accurate).mT) * scale
     return torch.where(visible_BN[:, None, None], logits_BGRN, -torch.inf)
 
 
 def _fuses(k_BGND: Tensor) -> bool:
-    """Whether to write the two products of one query's attention as a multiplication and a sum: the compiler
-    then makes a loop of its own for CPUs, which reads K and V once, as they are, split so that all threads
-    have work. The library's matrix product wants a float32 copy first and takes twice as long."""
+    """Whether to write the two products of one query's attention as multiplications and sums, one for each
+    query head of a KV head: the compiler then makes loops of its own for CPUs, which read K and V once for
+    all these heads, as they are, split so that all threads have work. The library's matrix product wants a
+    float32 copy first and takes twice as long."""
     compiled = torch.compiler.is_compiling() and k_BGND.device.type == "cpu"
     return compiled and k_BGND.shape[2] % SPLITS == 0
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .replay import Replayed
+
 
 @dataclass
 class GraphStats:
@@ -56,6 +58,8 @@ class Graphs:
     def _settings(self) -> dict[str, Any]:
         return {
             "triton.cudagraphs": self.device.type == "cuda",
+            # A multiplication and an addition in one instruction, as the library's products have it.
+            "cpp.enable_floating_point_contract_flag": "fast",
             # Checks of every input of every layer at every step, of shapes that are ours and do not change.
             "size_asserts": False,
             "alignment_asserts": False,
@@ -73,7 +77,7 @@ class Graphs:
             self.stats.recompiles += graphs > 1
             return compile_fx(module, inputs, config_patches=self._settings)
 
-        return torch.compile(
+        compiled = torch.compile(
             _own(function, static),
             fullgraph=True,
             dynamic=False,
@@ -82,6 +86,7 @@ class Graphs:
             # the model again at every step would take as long as several of its layers.
             options={"guard_filter_fn": lambda guards: [False for _ in guards]},
         )
+        return Replayed(compiled) if self.device.type == "cpu" else compiled
 
 
 def _own(function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:

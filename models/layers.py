@@ -1,7 +1,7 @@
 """The layers that every family shares.
 
 Shapes: B batch, T query tokens, H query heads, G KV heads, D head dim, E hidden size, I and O inputs and
-outputs of a linear layer.
+outputs of a linear layer (a part of the outputs, in S streams), R its rows, in P passes of Q.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from inertiakv.lowering import computed_first
+
 from .config import ModelConfig
 from .rope import rotate
 
 Rotation = tuple[Tensor, Tensor]
+
+FEW_ROWS = 8
+"""Up to so many rows a compiled linear layer on a CPU is a loop of the compiler's own."""
 
 
 class Cache(Protocol):
@@ -43,15 +48,32 @@ def empty(*shape: int) -> nn.Parameter:
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x [..., I] -> [..., O] in x's dtype."""
-    if torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]:
-        # One row is bound by reading the weights, which the compiler's own loop reads about twice as fast as
-        # the library's matrix product. as_strided has the row computed first: else the compiler would compute
-        # it, a norm or an activation, again for every output that reads it.
-        row_I = x.contiguous().as_strided((x.numel(),), (1,))
-        y_O = (weight_OI * row_I).sum(-1, dtype=statistics_dtype(x.dtype))
-        y_O = y_O if bias_O is None else y_O + bias_O
-        return y_O.to(x.dtype).reshape(*x.shape[:-1], -1)
-    return F.linear(x, weight_OI, bias_O)
+    rows = x.numel() // x.shape[-1]
+    if not (torch.compiler.is_compiling() and x.device.type == "cpu" and rows <= FEW_ROWS):
+        return F.linear(x, weight_OI, bias_O)
+    y_RO = few_rows_product(x.reshape(rows, -1), weight_OI)
+    y_RO = y_RO if bias_O is None else y_RO + bias_O
+    return y_RO.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def few_rows_product(x_RI: Tensor, weight_OI: Tensor) -> Tensor:
+    """x_RI times weight_OI transposed, [R, O] in the dtype of statistics, as products and sums.
+
+    Few rows are bound by reading the weights, which the compiler's own loop does up to twice as fast as the
+    library's matrix product. The loop has up to four sums side by side: of as many rows, since weights that
+    have been read serve them all, and with fewer rows of outputs that lie far apart, since a core reads
+    several streams faster than one. A second pass over the rows finds the weights in the innermost cache.
+    """
+    rows, outputs = x_RI.shape[0], weight_OI.shape[0]
+    passes = 2 if rows > 4 and rows % 2 == 0 else 1
+    streams = max(1, 4 // rows)
+    streams = streams if outputs % streams == 0 else 1
+    wide = statistics_dtype(x_RI.dtype)
+    x_PQI = computed_first(x_RI.to(wide)).unflatten(0, (passes, -1))
+    weight_SO1I = weight_OI.to(wide).unflatten(0, (streams, -1))[:, :, None]
+    sums = [(weight_O1I * x_PI).sum(-1) for weight_O1I in weight_SO1I.unbind() for x_PI in x_PQI.unbind(1)]
+    y_SQOP = torch.stack(sums).unflatten(0, (streams, -1))
+    return y_SQOP.permute(3, 1, 0, 2).flatten(2).flatten(0, 1)
 
 
 class Linear(nn.Module):

@@ -1,0 +1,169 @@
+"""Replays a compiled pass on a CPU: what a CUDA graph is for a GPU.
+
+The compiler writes a Python module for a pass: a function that makes the intermediate buffers and calls the
+compiled loops, a layer's worth at a time. With loops that take a fraction of a millisecond, making some
+hundred small tensors costs as much as several layers. All addresses are fixed, so that one run says it all:
+which loops, on which tensors. A replay calls just these.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+Call = tuple[Callable[..., None], list[Any]]
+"""A compiled loop, and what it takes."""
+
+_HARMLESS = {"empty_strided_cpu", "reinterpret_tensor", "assert_size_stride", "args.clear"}
+"""What a generated function may call beside loops and regions for a replay of the loops to be all of it."""
+
+
+class Replayed:
+    """A compiled pass that is run, then recorded, then replayed while its arguments are the same objects and
+    all their parameters and buffers are where they were. What cannot be replayed runs as it is."""
+
+    def __init__(self, compiled: Callable[..., None]) -> None:
+        self._compiled = compiled
+        self._module: _Module | None = None
+        self._fresh = True
+        self._args: tuple[Any, ...] = ()
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._addresses: list[int] = []
+        self._calls: list[Call] | None = None
+
+    @property
+    def replays(self) -> bool:
+        """Whether the next call is a replay, as long as nothing moves."""
+        return self._calls is not None
+
+    def __call__(self, *args: Any) -> None:
+        if self._fresh:
+            self._fresh = False
+            with _loaded_modules() as modules:
+                self._compiled(*args)
+            self._module = _Module.of(modules)
+        elif self._module is None:
+            self._compiled(*args)
+        elif self._calls is not None and self._unmoved(args):
+            for loop, tensors in self._calls:
+                loop(*tensors)
+        else:
+            self._calls = None
+            self._calls = self._module.record(lambda: self._compiled(*args))
+            self._remember(args)
+
+    def _remember(self, args: tuple[Any, ...]) -> None:
+        modules = [module for arg in args if isinstance(arg, nn.Module) for module in arg.modules()]
+        tables = [table for module in modules for table in (module._parameters, module._buffers)]
+        self._args = args
+        self._places = [
+            (table, name) for table in tables for name, tensor in table.items() if tensor is not None
+        ]
+        self._addresses = [table[name].data_ptr() for table, name in self._places]
+
+    def _unmoved(self, args: tuple[Any, ...]) -> bool:
+        same = all(mine is theirs for mine, theirs in zip(self._args, args, strict=True))
+        return same and [table[name].data_ptr() for table, name in self._places] == self._addresses
+
+
+class _Module:
+    """A module that the compiler wrote, and whose functions do nothing but make buffers and call loops."""
+
+    def __init__(self, module: ModuleType, loops: set[str], regions: set[str]) -> None:
+        self._names = vars(module)
+        self._loops, self._regions = loops, regions
+
+    @classmethod
+    def of(cls, modules: list[ModuleType]) -> _Module | None:
+        """None where there is not one module, or it does something else as well."""
+        if len(modules) != 1:
+            return None
+        tree = ast.parse(inspect.getsource(modules[0]))
+        loops = {
+            node.targets[0].id
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and ast.unparse(node.value).startswith("async_compile.cpp_pybinding(")
+        }
+        functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+        runner = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Runner"), None)
+        if runner is None:
+            return None
+        entry = [n for n in runner.body if isinstance(n, ast.FunctionDef) and n.name == "call"]
+        called = {name for function in entry for name in _calls(function)}
+        regions = called & functions.keys()
+        called |= {name for region in regions for name in _calls(functions[region])}
+        returned = {ast.unparse(n) for f in entry for n in ast.walk(f) if isinstance(n, ast.Return)}
+        if returned != {"return ()"} or called - loops - regions - _HARMLESS:
+            return None
+        return cls(modules[0], loops, regions)
+
+    def record(self, run: Callable[[], None]) -> list[Call]:
+        """Run the pass and note its calls.
+
+        All that a loop takes stays alive with its note. A region's own buffers, which nothing outside it
+        reads, are shared by all its runs, as the memory allocator would have it.
+        """
+        calls: list[Call] = []
+        templates: dict[str, list[Call]] = {}
+
+        def noted(loop: Callable[..., None]) -> Callable[..., None]:
+            def call(*tensors: Any) -> None:
+                calls.append((loop, list(tensors)))
+                loop(*tensors)
+
+            return call
+
+        def shared(name: str, region: Callable[[list[Any]], tuple[Any, ...]]) -> Callable[..., Any]:
+            def call(args: list[Any]) -> tuple[Any, ...]:
+                first, outside = len(calls), _storages(args)
+                outputs = region(args)
+                outside |= _storages(outputs)
+                template = templates.setdefault(name, calls[first:])
+                for (_, mine), (_, theirs) in zip(calls[first:], template, strict=True):
+                    mine[:] = [
+                        tensor if _storages([tensor]) <= outside else other
+                        for tensor, other in zip(mine, theirs, strict=True)
+                    ]
+                return outputs
+
+            return call
+
+        stand_ins = {name: noted(self._names[name]) for name in self._loops}
+        stand_ins |= {name: shared(name, self._names[name]) for name in self._regions}
+        with patch.dict(self._names, stand_ins):
+            run()
+        return calls
+
+
+@contextmanager
+def _loaded_modules() -> Iterator[list[ModuleType]]:
+    """Collects the modules that the compiler loads meanwhile, be they new or from its cache."""
+    from torch._inductor.codecache import PyCodeCache  # imported late: the compiler takes seconds to import
+
+    modules: list[ModuleType] = []
+    load = PyCodeCache.load_by_key_path
+
+    def noted(*args: Any, **kwargs: Any) -> ModuleType:
+        modules.append(load(*args, **kwargs))
+        return modules[-1]
+
+    with patch.object(PyCodeCache, "load_by_key_path", noted):
+        yield modules
+
+
+def _calls(function: ast.FunctionDef) -> set[str]:
+    return {ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
+
+
+def _storages(values: list[Any] | tuple[Any, ...]) -> set[int]:
+    return {value.untyped_storage().data_ptr() for value in values if isinstance(value, torch.Tensor)}
