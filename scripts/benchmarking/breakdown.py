@@ -1,9 +1,10 @@
 """Where the time of a decode step goes, found by leaving parts out.
 
 The decode step is compiled once whole and once without each part. What a step gets faster by without a part
-is that part's time: so much can be gained there, and no more. What the parts do not add up to is the rest:
-projections, norms, RoPE, cache writes. Scoring is a step that refreshes less one that does not, and the
-host's share is what `Decoder.decode` takes longer than the bare compiled step.
+is that part's time: so much can be gained there, and no more. Eviction is too short for that and is done
+again and again instead. What the parts do not add up to is the rest: projections, norms, RoPE, cache writes.
+Scoring is a step that refreshes less one that does not, and the host's share is what `Decoder.decode` takes
+longer than the bare compiled step.
 """
 
 from __future__ import annotations
@@ -31,11 +32,24 @@ from models.transformer import Transformer
 from .machine import synchronize
 from .ours import Ours
 
+AGAIN = 16
+"""Evictions more than a step needs."""
 METHOD = (
-    "each part left out of the compiled step in turn, the time that it saves; scoring: a step that refreshes "
-    "less one that does not; rest: what remains of the step; host: decode() less the compiled step"
+    "each part left out of the compiled step in turn, the time that it saves; eviction: done "
+    f"{AGAIN} times more, what each takes; scoring: a step that refreshes less one that does not; rest: what "
+    "remains of the step; host: decode() less the compiled step"
 )
 WARM_UP = 3
+
+_evict_one = SlotCache.evict_one
+
+
+def _evict_again(cache: SlotCache, protected_BN: Tensor, active_B: Tensor) -> Tensor:
+    """Once the slot is free the others change nothing, but that takes them as long."""
+    evicts_B = _evict_one(cache, protected_BN, active_B)
+    for _ in range(AGAIN):
+        _evict_one(cache, protected_BN, active_B)
+    return evicts_B
 
 
 def _no_dense_attention(q_BHD: Tensor, *_: object) -> tuple[Tensor, None]:
@@ -50,12 +64,11 @@ def _only_look(rows: Rows, hidden_BE: Tensor, *, greedy: bool) -> None:
     rows.top_p_B.copy_(hidden_BE[:, 0])  # unused by greedy steps; or else the layers would be dead code
 
 
-WITHOUT: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
+PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
     "attention": (
         (view, "dense_step", _no_dense_attention),
         (view, "flex", _no_flex_attention),
     ),
-    "eviction": ((SlotCache, "evict_one", lambda cache, protected_BN, active_B: active_B),),
     "mlp": (
         (MLP, "forward", lambda mlp, x: x),
         (SparseMLP, "forward", lambda mlp, x: x),
@@ -64,22 +77,23 @@ WITHOUT: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
         (Transformer, "head", lambda model, hidden: hidden),
         (Rows, "choose", _only_look),
     ),
+    "eviction": ((SlotCache, "evict_one", _evict_again),),
 }
 """For each part, what takes the place of the functions that make it up, as far as a step calls them."""
 
 
 @contextlib.contextmanager
-def without(part: str | None) -> Iterator[None]:
-    """Steps that are compiled in here lack a part, or none."""
+def changed(part: str | None) -> Iterator[None]:
+    """Steps that are compiled in here have a part changed, or none."""
     with contextlib.ExitStack() as stack:
-        for owner, function, replacement in WITHOUT[part] if part else ():
+        for owner, function, replacement in PARTS[part] if part else ():
             stack.enter_context(patch.object(owner, function, replacement))
         yield
 
 
 def steps_needed(rounds: int, steps: int) -> int:
     """How many decode steps `break_down` runs."""
-    return (len(WITHOUT) + 3) * (WARM_UP + rounds * steps)
+    return (len(PARTS) + 3) * (WARM_UP + rounds * steps)
 
 
 @torch.no_grad()
@@ -89,24 +103,26 @@ def break_down(contender: Ours, rounds: int, steps: int) -> dict[str, Any]:
     variants = {"whole": (False, None), "refresh": (True, None)}
     if contender.eviction is None:
         del variants["refresh"]
-    variants |= {part: (False, part) for part in WITHOUT}
+    variants |= {part: (False, part) for part in PARTS}
 
     graphs = Graphs(contender.decoder.graphs.enabled, contender.device)
     for name, (refresh, part) in variants.items():
-        with without(part):
+        with changed(part):
             _run(contender, graphs, name, refresh, WARM_UP)
     rows: list[list[float]] = []
     for _ in range(rounds):
         rows.append([statistics.fmean(contender.steps(steps))])
         for name, (refresh, part) in variants.items():
-            with without(part):
+            with changed(part):
                 rows[-1].append(_run(contender, graphs, name, refresh, steps))
 
     # What each round says of a part, and of that the median.
     times = dict(zip(["decode", *variants], torch.tensor(rows, dtype=torch.float64).T, strict=True))
     whole = times["whole"]
     scoring = contender.refresh_share * (times.get("refresh", whole) - whole)
-    parts = {part: _typical(whole - times[part]) for part in WITHOUT}
+    savings = {part: whole - times[part] for part in PARTS}
+    savings["eviction"] /= -AGAIN
+    parts = {part: _typical(saving) for part, saving in savings.items()}
     parts["rest"] = max(0.0, _typical(whole) - sum(parts.values()))
     parts["scoring"] = _typical(scoring)
     parts["host"] = _typical(times["decode"] - whole - scoring)

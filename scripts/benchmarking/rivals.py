@@ -16,6 +16,7 @@ from models import Transformer
 from models.checkpoint import checkpoint_views
 from models.moe import Experts
 
+from . import KVPRESS_PACKAGES
 from .contender import CacheUse, Case, Start
 from .machine import synchronize
 from .traffic import kv_bytes
@@ -23,7 +24,7 @@ from .traffic import kv_bytes
 RIVALS = ("transformers", "transformers-static", "kvpress", "kvpress4")
 KVPRESS_HINT = (
     "kvpress is not installed here; it needs an older transformers, so an environment of its own: "
-    "`python -m venv .kvpress && .kvpress/bin/pip install kvpress==0.5.5 einops`, then "
+    f"`python -m venv .kvpress && .kvpress/bin/pip install {KVPRESS_PACKAGES}`, then "
     "`.kvpress/bin/python scripts/bench.py --policies none --against kvpress ... --out kvpress.json`, "
     "then `--merge kvpress.json` here"
 )
