@@ -60,7 +60,7 @@ def both_batches() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         written: list[dict[str, Any]] = []
         patch.setattr(bench.report, "text", lambda result: written.append(result) or "")
-        patch.setattr(bench.machine, "measure_read", lambda device: (1e10, "sum"))
+        patch.setattr(bench.machine, "measure_read", lambda device: 1e10)
         argv = [arg for arg in EAGER if arg not in ("--read-gb-per-s", "10")]
         assert bench.main([*argv, "--batch", "1,3", "--profile"]) == 0
     return written[0]

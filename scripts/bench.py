@@ -21,6 +21,7 @@ import contextlib
 import gc
 import itertools
 import json
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -82,7 +83,6 @@ def measure(options: Options) -> Iterator[dict[str, Any]]:
     compiled = compile_times(options) if options.compile_times else None
     contenders: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
-    speed = 0.0, ""
     for dtype in options.dtypes:
         model, raw = load(options, dtype)
         about = {
@@ -92,56 +92,39 @@ def measure(options: Options) -> Iterator[dict[str, Any]]:
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
         for context, batch in itertools.product(options.contexts, options.batches):
-            before = read_speed(options)
-            case = new_case(options, model, raw, context, batch)
-            measured, left_out = run_case(case, options)
-            del case
+            measured, left_out = run_case(new_case(options, model, raw, context, batch), options)
             contenders, skipped = contenders + measured, skipped + left_out
             release(options)
-            speed = max(speed, before, read_speed(options))
             if contenders:
-                yield as_object(options, about, compiled, speed, contenders, skipped)
+                yield as_object(options, about, compiled, contenders, skipped)
         del model
         release(options)
     if not contenders:
         raise ValueError(f"nothing could be measured: {report.skipped_line(skipped[0])}")
 
 
-def read_speed(options: Options) -> tuple[float, str]:
-    """Bytes a second that memory is read with, and how that is known. The fastest of a run's readings is the
-    limit, since others were disturbed."""
-    if options.read_gb_per_s is not None:
-        return 1e9 * options.read_gb_per_s, "given"
-    speed, way = machine.measure_read(options.device)
-    return speed, f"float32 {way}"
-
-
 def as_object(
     options: Options,
     about: dict[str, Any],
     compiled: dict[str, float] | None,
-    speed: tuple[float, str],
-    contenders: Sequence[dict[str, Any]],
-    skipped: Sequence[dict[str, Any]],
+    contenders: list[dict[str, Any]],
+    skipped: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The JSON object, with all that follows from the bandwidth."""
-
-    def share(contender: dict[str, Any]) -> float:
-        limit_ms = 1000 * contender["bytes_per_step"] / speed[0]
-        return round(limit_ms / contender["ms_per_step"]["median"], 4)
-
+    read = statistics.median(contender["read_gb_per_s"] for contender in contenders)
     return {
         "machine": machine.describe(options.device),
         "versions": machine.versions(),
         "command": options.command,
         "model": about,
-        "read_gb_per_s": round(speed[0] / 1e9, 2),
-        "read_by": speed[1],
+        "read_gb_per_s": round(read, 2),
+        "read_by": f"the fastest of float32 {', '.join(machine.READS)}"
+        if options.read_gb_per_s is None
+        else "given",
         "compile_seconds": compiled,
         "reference": options.reference,
-        "contenders": [{**contender, "share_of_limit": share(contender)} for contender in contenders],
-        "scaling": scaling.lines(contenders, speed[0]),
-        "skipped": list(skipped),
+        "contenders": [*contenders],
+        "scaling": scaling.lines(contenders, 1e9 * read),
+        "skipped": skipped,
     }
 
 
@@ -207,12 +190,18 @@ def run_case(case: Case, options: Options) -> tuple[list[dict[str, Any]], list[d
             prefilled.add(kind)
     if not measured:
         return [], skipped
-    run_rounds(measured, options.blocks, options.steps, say)
+    speed = run_rounds(measured, options.blocks, options.steps, lambda: read_speed(options), say)
     reference = next((m for m in measured if m.contender.name == options.reference), None)
-    entries = [entry(m, case, about, reference) for m in measured]
+    entries = [entry(m, case, about, reference, speed) for m in measured]
     if options.profile:
         profile(measured, entries)
     return entries, skipped
+
+
+def read_speed(options: Options) -> float:
+    """Bytes a second that memory is read with."""
+    given = options.read_gb_per_s
+    return machine.measure_read(options.device) if given is None else 1e9 * given
 
 
 def make_contender(name: str, case: Case, options: Options) -> Contender:
@@ -222,11 +211,12 @@ def make_contender(name: str, case: Case, options: Options) -> Contender:
 
 
 def entry(
-    measured: Measured, case: Case, about: dict[str, Any], reference: Measured | None
+    measured: Measured, case: Case, about: dict[str, Any], reference: Measured | None, speed: float
 ) -> dict[str, Any]:
-    """One contender's part of the JSON object."""
+    """One contender's part of the JSON object. `speed`: bytes a second that the machine read with."""
     contender, start, cache = measured.contender, measured.start, measured.contender.cache()
     ms = {name: round(value, 4) for name, value in spread(measured.samples).items()}
+    step_bytes = traffic.step_bytes(case.model, cache.kept)
     return {
         "name": contender.name,
         **about,
@@ -237,8 +227,9 @@ def entry(
         "steps_per_sample": measured.steps_per_sample,
         "ratio": None if reference is None else round(ratio(measured, reference), 4),
         "tokens_per_second": round(1000 * case.batch / ms["median"], 3),
-        "bytes_per_step": traffic.step_bytes(case.model, cache.kept),
-        "share_of_limit": None,  # once the bandwidth is known
+        "bytes_per_step": step_bytes,
+        "read_gb_per_s": round(speed / 1e9, 2),
+        "share_of_limit": round(1000 * step_bytes / speed / ms["median"], 4),
         "cache_bytes": cache.allocated,
         "cache_bytes_by_formula": traffic.kv_bytes(case.model.config, cache.kept, case.model.dtype),
         "kept_tokens": sum(cache.kept),

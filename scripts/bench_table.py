@@ -30,7 +30,7 @@ writes. Change neither by hand.
   scores at some steps only, a sample is the mean of a whole period, and *scoring/other* gives both kinds.
 * **of ...**: the time as a part of the reference's; smaller is faster.
 * **of the limit**: the least time that reading takes (weights once, kept K and V once, at the bandwidth that
-  was measured in the same run) as a part of the time taken; 1.00 cannot be beaten.
+  was measured between the contenders' turns) as a part of the time taken; 1.00 cannot be beaten.
 * **of batch 1**: token/s as a multiple of those of the same contender at batch 1.
 * **kept**: tokens in the cache, of all rows together; **cache MB**: K and V as allocated.
 * **first token**: prefill included, and **peak MB** how far memory rose meanwhile. Prefill is the same for

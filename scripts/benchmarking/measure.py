@@ -70,11 +70,17 @@ def begin(contender: Contender, device: torch.device, say: Say) -> Measured:
     return measured
 
 
-def run_rounds(contenders: Sequence[Measured], rounds: int, steps: int, say: Say) -> None:
+def run_rounds(
+    contenders: Sequence[Measured], rounds: int, steps: int, read: Callable[[], float], say: Say
+) -> float:
     """Let each contender make a block of steps in turn, as many rounds as are wanted. Who begins changes from
-    round to round, so that what one leaves behind in the machine's caches hits all alike."""
+    round to round, so that what one leaves behind in the machine's caches hits all alike. Bytes a second that
+    the machine reads with, which `read` measures, take part, since they change as well: returned is their
+    median."""
+    speeds = []
     for turn in range(rounds):
         say(f"round {turn + 1} of {rounds} ...")
+        speeds.append(read())
         first = turn % len(contenders)
         for measured in [*contenders[first:], *contenders[:first]]:
             count = block_steps(measured, steps)
@@ -82,6 +88,7 @@ def run_rounds(contenders: Sequence[Measured], rounds: int, steps: int, say: Say
             samples = by_period(times, measured.contender.period, count)
             measured.steps_per_sample = count // len(samples)
             measured.rounds.append(samples)
+    return statistics.median(speeds)
 
 
 def block_steps(measured: Measured, most: int) -> int:

@@ -97,7 +97,7 @@ def _row(contender: dict[str, Any], result: dict[str, Any]) -> Row:
         "token/s": f"{contender['tokens_per_second']:,.1f}",
         "of batch 1": "" if alone is None else f"{contender['tokens_per_second'] / alone:.2f}",
         f"of {result['reference']}": "" if ratio is None else f"{ratio:.3f}",
-        "of the limit": "" if contender["share_of_limit"] is None else f"{contender['share_of_limit']:.2f}",
+        "of the limit": f"{contender['share_of_limit']:.2f}",
         "kept": f"{contender['kept_tokens']:,}",
         "cache MB": f"{contender['cache_bytes'] / 1e6:,.1f}",
         "peak MB": _peak(contender),
