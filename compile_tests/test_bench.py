@@ -13,8 +13,19 @@ import torch
 
 import scripts.bench as bench
 import scripts.bench_table as bench_table
-from inertiakv import Decoder, memory
-from scripts.benchmarking import breakdown, measure, options, rivals, shapes, traffic
+from inertiakv import Decoder, memory, policy
+from inertiakv.graphs import Graphs
+from scripts.benchmarking import (
+    KVPRESS_PACKAGES,
+    breakdown,
+    measure,
+    options,
+    ours,
+    rivals,
+    scaling,
+    shapes,
+    traffic,
+)
 from scripts.benchmarking.contender import Case
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +51,7 @@ def case(shape: str = "tiny", **changes: Any) -> Case:
     raw = shapes.shape(shape, None)
     model = shapes.random_model(raw, torch.float32, torch.device("cpu"))
     settings = {"context": 100, "batch": 1, "new_tokens": 40, "skip_prefill": False, "compiled": False}
-    return Case(model=model, raw=raw, attention="auto", **{**settings, **changes})
+    return Case(**{"model": model, "raw": raw, "attention": "auto", **settings, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +60,7 @@ def both_batches() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         written: list[dict[str, Any]] = []
         patch.setattr(bench.report, "text", lambda result: written.append(result) or "")
-        patch.setattr(bench.machine, "measure_read", lambda device: (1e10, "sum"))
+        patch.setattr(bench.machine, "measure_read", lambda device: 1e10)
         argv = [arg for arg in EAGER if arg not in ("--read-gb-per-s", "10")]
         assert bench.main([*argv, "--batch", "1,3", "--profile"]) == 0
     return written[0]
@@ -80,8 +91,9 @@ def test_every_contender_in_every_setting(both_batches: dict[str, Any]) -> None:
             ms = contender["ms_per_step"]
             assert 0 < ms["p10"] <= ms["median"] <= ms["p90"]
             assert contender["tokens_per_second"] == pytest.approx(1000 * batch / ms["median"], rel=1e-3)
-            assert contender["start"] == "prefill"
-            assert contender["first_token_ms"] > 0
+            first_of_its_kind = contender["name"] in ("transformers", "full")
+            assert contender["start"] == ("prefill" if first_of_its_kind else "synthetic prompt")
+            assert (contender["first_token_ms"] is not None) == first_of_its_kind
             assert contender["lengths"] == ([100] if batch == 1 else [100, 75, 50])
             limit_ms = contender["bytes_per_step"] / 10 / 1e6
             assert contender["share_of_limit"] == pytest.approx(limit_ms / ms["median"], rel=1e-2, abs=1e-4)
@@ -126,6 +138,43 @@ def test_profile_of_the_policy_that_scores_most(both_batches: dict[str, Any]) ->
     assert set(profile["ms"]) == parts
     assert all(ms >= 0 for ms in profile["ms"].values())
     assert "left out" in profile["method"]
+
+
+def nodes_of_a_step(contender: ours.Ours) -> int:
+    """Operations in the graph that a decode step is compiled from."""
+    counts: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        modules = [m for m in module.modules() if isinstance(m, torch.fx.GraphModule)]
+        counts.append(sum(len(m.graph.nodes) for m in modules))
+        return module.forward
+
+    graphs = Graphs(True, contender.device)
+    graphs._compile = lambda function, static: torch.compile(  # type: ignore[method-assign]
+        lambda *args: function(*args, **static), backend=backend, fullgraph=True, dynamic=False
+    )
+    with torch.no_grad():
+        breakdown.step(contender, graphs, "step", refresh=False)
+    torch._dynamo.reset()
+    (count,) = counts
+    return count
+
+
+def test_every_function_of_a_profile_is_part_of_the_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a profile would find, wrongly, that it takes no time."""
+    parts, hit = dict(breakdown.PARTS), set()
+    for shape, attention in (("tiny", "dense"), ("tiny-moe", "flex")):
+        setting = case(shape, compiled=True, attention=attention, skip_prefill=True)
+        contender = ours.Ours("inertiakv", policy("inertiakv", budget=10), setting)
+        contender.start()
+        whole = nodes_of_a_step(contender)
+        for part, patches in parts.items():
+            for patch in set(patches) - hit:
+                monkeypatch.setitem(breakdown.PARTS, part, (patch,))
+                with breakdown.changed(part):
+                    if nodes_of_a_step(contender) != whole:
+                        hit.add(patch)
+    assert hit == {patch for patches in parts.values() for patch in patches}
 
 
 def test_tables_show_every_contender(both_batches: dict[str, Any], tmp_path: Path) -> None:
@@ -220,6 +269,63 @@ def test_merged_results_stand_beside_new_ones(capsys: pytest.CaptureFixture[str]
     assert merged["ratio"] == pytest.approx(theirs / ours, abs=1e-4)
 
 
+def test_what_is_broken_off_leaves_what_it_has_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_case, out = bench.run_case, tmp_path / "out.json"
+
+    def broken_off(case: Case, options: options.Options) -> Any:
+        if case.batch == 3:
+            raise KeyboardInterrupt
+        return run_case(case, options)
+
+    monkeypatch.setattr(bench, "run_case", broken_off)
+    argv = [*EAGER, "--policies", "full", "--against", "none", "--batch", "1,2,3", "--out", str(out)]
+    assert bench.main(argv) == 130
+    assert [contender["batch"] for contender in bench.results.read(out)["contenders"]] == [1, 2]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_batches_are_set_against_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*EAGER, "--policies", "full", "--against", "none"]
+    result = run(capsys, *argv, "--batch", "1,2")
+    one, two = (contender["tokens_per_second"] for contender in result["contenders"])
+    (_, (row1,)), (_, (row2,)) = bench.report.cases(result)
+    assert (row1["of batch 1"], row2["of batch 1"]) == ("", f"{two / one:.2f}")
+
+
+def test_time_as_a_line_in_kept_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """5 ms a step, and 2 ms more for every 1,000 tokens of 4,000 bytes: 2 GB/s."""
+
+    def contender(name: str, kept: int) -> dict[str, Any]:
+        setting = {"name": name, "dtype": "float32", "batch": 1, "context": 2 * kept, "kept_tokens": kept}
+        sizes = {"cache_bytes_by_formula": 4000 * kept, "bytes_per_step": 4000 * kept + 30_000_000}
+        return {**setting, **sizes, "ms_per_step": {"median": 5 + 2 * kept / 1000}}
+
+    measured = [contender("a", kept) for kept in (255, 4095, 65535)] + [contender("b", 1), contender("b", 2)]
+    (line,) = scaling.lines(measured, bytes_per_second=10e9)
+    assert (line["name"], line["kept_tokens"]) == ("a", [255, 4095, 65535])
+    assert (line["kept_gb_per_s"], line["intercept_ms"]) == (2, 5)
+    assert (line["weights_ms"], line["added_ms"], line["worst_deviation"]) == (3, 2, 0)
+    assert "5.00 ms a step" in bench.report.scaling_line(line)
+
+    argv = [*EAGER, "--policies", "score_free", "--compression", "0", "--against", "none", "--skip-prefill"]
+    result = run(capsys, *argv, "--context", "63,127,255")
+    assert [line["kept_tokens"] for line in result["scaling"]] == [[63, 127, 255]]
+
+
+def test_slow_contenders_make_fewer_steps() -> None:
+    class Slow:
+        period = 4
+
+    measured = measure.Measured(Slow(), measure.Start("prefill"), None, last_ms=90.0)  # type: ignore[arg-type]
+    assert measure.block_steps(measured, 16) == 8
+    measured.rounds.append([1000.0, 3000.0])
+    assert measure.block_steps(measured, 16) == 4
+    measured.rounds.append([1.0] * 9)
+    assert measure.block_steps(measured, 16) == 16
+
+
 @pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
 def test_rivals_have_our_weights_and_give_our_tokens(shape: str) -> None:
     setting = case(shape)
@@ -246,14 +352,18 @@ def test_rivals_go_on_with_their_caches() -> None:
         assert contender.cache().kept == [111, 61]
 
 
-def test_experts_count_as_far_as_rows_can_choose_them() -> None:
-    setting = case("tiny-moe")
-    expert = 3 * 64 * 32 * 4
-    one = traffic.weight_bytes(setting.model, 1)
-    assert traffic.weight_bytes(setting.model, 2) - one == 2 * 2 * expert
-    assert traffic.weight_bytes(setting.model, 4) == traffic.weight_bytes(setting.model, 100)
-    everything = sum(p.numel() * 4 for p in setting.model.parameters())
-    assert traffic.weight_bytes(setting.model, 100) == everything - 512 * 64 * 4
+def test_experts_count_as_far_as_rows_choose_them() -> None:
+    """A token reads the experts that it chooses, and tokens that choose at random some of them together."""
+    raw = shapes.shape("qwen3-30b-a3b", 2)
+    with torch.device("meta"):
+        model = shapes.Transformer(shapes.parse_config(raw)).to(torch.bfloat16)
+    expert = 3 * 2048 * 768
+    other = 2 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 128 + 2 * 2048 + 128 * 2048) + 2048 + 151936 * 2048
+    assert traffic.weight_bytes(model, 1) == 2 * (2 * 8 * expert + other)
+    chosen = 128 * (1 - (120 / 128) ** 8)
+    assert 51 < chosen < 52
+    assert traffic.weight_bytes(model, 8) == pytest.approx(2 * (2 * chosen * expert + other), abs=1)
+    assert traffic.weight_bytes(model, 1000) == pytest.approx(2 * (2 * 128 * expert + other), abs=1)
 
 
 def test_sliding_layers_read_their_window_alone() -> None:
@@ -340,7 +450,21 @@ def test_kvpress_says_how_to_run_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "kvpress", None)
     assert bench.main(["--against", "kvpress"]) == 2
-    assert "pip install kvpress" in capsys.readouterr().err
+    assert f"pip install {KVPRESS_PACKAGES}" in capsys.readouterr().err
+
+
+def test_kvpress_keeps_its_budget() -> None:
+    pytest.importorskip("kvpress")
+    setting = case(new_tokens=60)
+    loose = rivals.KVPress("kvpress", setting, 1000)
+    loose.start()
+    loose.steps(10)
+    expected = Decoder(setting.model, None, compile=False).generate(setting.prompts(), 12, eos_token_ids=())
+    assert loose.token.item() == expected.tokens[0][-1]  # the first, the first step's, and ten
+    for name, kept in (("kvpress", [10, 10, 10, 10]), ("kvpress4", [11, 12, 13, 10])):
+        contender = rivals.KVPress(name, setting, 10)
+        contender.start()
+        assert [contender.steps(1) and contender.cache().kept[0] for _ in range(4)] == kept
 
 
 def test_other_files_are_no_results(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

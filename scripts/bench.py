@@ -19,9 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
+import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +34,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's o
 
 from models import Transformer, load_model
 from models.hub import find_folder
-from scripts.benchmarking import breakdown, machine, report, results, traffic
+from scripts.benchmarking import breakdown, machine, report, results, scaling, traffic
 from scripts.benchmarking.compiling import compile_seconds
 from scripts.benchmarking.contender import Case, Contender
-from scripts.benchmarking.measure import Measured, begin, ratio, run_rounds, spread
+from scripts.benchmarking.measure import Measured, begin, ratio, run_rounds, spread, warm_up_steps
 from scripts.benchmarking.options import Options, parse
 from scripts.benchmarking.ours import Ours
-from scripts.benchmarking.rivals import rival
+from scripts.benchmarking.rivals import Rival, rival
 from scripts.benchmarking.shapes import random_model, shape, without_position_limit
 
-PROFILE_ROUNDS, PROFILE_STEPS = 6, 8
+PROFILE_ROUNDS, PROFILE_STEPS = 24, 4  # the steps are made whole periods
 
 
 def say(text: str) -> None:
@@ -60,63 +63,67 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bench(options: Options) -> None:
-    """Measure, write, print."""
+    """Measure, write, print. The file is written after every setting, so that what is broken off leaves what
+    it has measured."""
     others = [(results.read(file), file.name) for file in options.merge]
+    result: dict[str, Any] = {}
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
-        result = measure(options)
-    for other, name in others:
-        result["contenders"] += results.merge(result, other, name)
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-        if options.profile and not breakdown.draw(result["contenders"], options.out.with_suffix(".png")):
-            say("no chart: matplotlib is not installed")
+        for result in measure(options):
+            for other, name in others:
+                result["contenders"] += results.merge(result, other, name)
+            if options.out:
+                results.write(options.out, result)
+    if options.out and options.profile:
+        breakdown.draw(result["contenders"], options.out.with_suffix(".png"), say)
     print(json.dumps(result) if options.json else report.text(result))
 
 
-def measure(options: Options) -> dict[str, Any]:
-    """Everything, as the JSON object."""
+def measure(options: Options) -> Iterator[dict[str, Any]]:
+    """After every setting in which something could be measured, everything so far as the JSON object."""
     compiled = compile_times(options) if options.compile_times else None
     contenders: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
-    reads = []
     for dtype in options.dtypes:
         model, raw = load(options, dtype)
-        for context in options.contexts:
-            for batch in options.batches:
-                if options.read_gb_per_s is None:
-                    reads.append(machine.measure_read(options.device))
-                case = new_case(options, model, raw, context, batch)
-                measured, left_out = run_case(case, options)
-                contenders, skipped = contenders + measured, skipped + left_out
-                release(options)
         about = {
             "name": options.name,
             "source": model.source,
             "layers": model.config.num_layers,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
-        del model, case
+        for context, batch in itertools.product(options.contexts, options.batches):
+            measured, left_out = run_case(new_case(options, model, raw, context, batch), options)
+            contenders, skipped = contenders + measured, skipped + left_out
+            release(options)
+            if contenders:
+                yield as_object(options, about, compiled, contenders, skipped)
+        del model
         release(options)
     if not contenders:
         raise ValueError(f"nothing could be measured: {report.skipped_line(skipped[0])}")
-    if options.read_gb_per_s is None:
-        speed, way = max([*reads, machine.measure_read(options.device)])
-        read = f"float32 {way}"
-    else:
-        speed, read = 1e9 * options.read_gb_per_s, "given"
-    for contender in contenders:
-        limit_ms = 1000 * contender["bytes_per_step"] / speed
-        contender["share_of_limit"] = round(limit_ms / contender["ms_per_step"]["median"], 4)
+
+
+def as_object(
+    options: Options,
+    about: dict[str, Any],
+    compiled: dict[str, float] | None,
+    contenders: list[dict[str, Any]],
+    skipped: list[dict[str, Any]],
+) -> dict[str, Any]:
+    read = statistics.median(contender["read_gb_per_s"] for contender in contenders)
     return {
         "machine": machine.describe(options.device),
         "versions": machine.versions(),
         "command": options.command,
         "model": about,
-        "read_gb_per_s": round(speed / 1e9, 2),
-        "read_by": read,
+        "read_gb_per_s": round(read, 2),
+        "read_by": f"the fastest of float32 {', '.join(machine.READS)}"
+        if options.read_gb_per_s is None
+        else "given",
         "compile_seconds": compiled,
         "reference": options.reference,
-        "contenders": contenders,
+        "contenders": [*contenders],
+        "scaling": scaling.lines(contenders, 1e9 * read),
         "skipped": skipped,
     }
 
@@ -143,12 +150,10 @@ def load(options: Options, dtype: str | torch.dtype) -> tuple[Transformer, dict[
 
 
 def new_case(options: Options, model: Transformer, raw: dict[str, Any], context: int, batch: int) -> Case:
-    blocks = (
-        options.blocks + 2
-    )  # and a token or two more for each: `generate` begins with one that does not count
-    new_tokens = options.warm_up + blocks * (options.steps + 2)
+    # One turn more than is measured, and two tokens a turn: `generate` begins with one that does not count.
+    new_tokens = warm_up_steps(options.period) + (options.blocks + 1) * (options.steps + 2)
     if options.profile:
-        new_tokens += breakdown.steps_needed(PROFILE_ROUNDS, PROFILE_STEPS)
+        new_tokens += breakdown.steps_needed(PROFILE_ROUNDS, profile_steps(options.period))
     without_position_limit(model, context + new_tokens)
     return Case(
         model=model,
@@ -169,38 +174,49 @@ def run_case(case: Case, options: Options) -> tuple[list[dict[str, Any]], list[d
     say(f"--- {dtype}, {case.context:,} tokens of context, batch {case.batch}")
     measured: list[Measured] = []
     skipped: list[dict[str, Any]] = []
-    for name, make in makers(case, options):
+    prefilled: set[type] = set()
+    # Rivals come first: what transformers registers with the compiler, once it is used, makes earlier graphs
+    # stale. Each is made when its turn comes, since what they hold is large.
+    for name in [*options.against, *options.policies]:
+        kind = Ours if name in options.policies else Rival
+        own = replace(case, skip_prefill=case.skip_prefill or kind in prefilled)
         try:
-            measured.append(begin(make(), options.warm_up, options.device, say))
+            measured.append(begin(make_contender(name, own, options), options.device, say))
         except Exception as error:  # whatever it is, the others' numbers are worth having
             reason = " ".join(str(error).split()) or type(error).__name__
             skipped.append({"name": name, **about, "reason": reason})
             say(f"left out: {report.skipped_line(skipped[-1])}")
+        else:
+            prefilled.add(kind)
     if not measured:
         return [], skipped
-    run_rounds(measured, options.blocks, options.steps, say)
+    speed = run_rounds(measured, options.blocks, options.steps, lambda: read_speed(options), say)
     reference = next((m for m in measured if m.contender.name == options.reference), None)
-    entries = [entry(m, case, about, reference) for m in measured]
+    entries = [entry(m, case, about, reference, speed) for m in measured]
     if options.profile:
         profile(measured, entries)
     return entries, skipped
 
 
-def makers(case: Case, options: Options) -> Iterator[tuple[str, Callable[[], Contender]]]:
-    """The contenders' names, and how to make each: one at a time, since what they hold is large. Rivals come
-    first: what transformers registers with the compiler, once it is used, makes earlier graphs stale."""
-    for name in options.against:
-        yield name, lambda name=name: rival(name, case, options.kept.budget_for(case.context))  # type: ignore[misc]
-    for name, eviction in options.policies.items():
-        yield name, lambda name=name, eviction=eviction: Ours(name, eviction, case)  # type: ignore[misc]
+def read_speed(options: Options) -> float:
+    """Bytes a second that memory is read with."""
+    given = options.read_gb_per_s
+    return machine.measure_read(options.device) if given is None else 1e9 * given
+
+
+def make_contender(name: str, case: Case, options: Options) -> Contender:
+    if name in options.policies:
+        return Ours(name, options.policies[name], case)
+    return rival(name, case, options.kept.budget_for(case.context))
 
 
 def entry(
-    measured: Measured, case: Case, about: dict[str, Any], reference: Measured | None
+    measured: Measured, case: Case, about: dict[str, Any], reference: Measured | None, speed: float
 ) -> dict[str, Any]:
-    """One contender's part of the JSON object."""
+    """One contender's part of the JSON object. `speed`: bytes a second that the machine read with."""
     contender, start, cache = measured.contender, measured.start, measured.contender.cache()
     ms = {name: round(value, 4) for name, value in spread(measured.samples).items()}
+    step_bytes = traffic.step_bytes(case.model, cache.kept)
     return {
         "name": contender.name,
         **about,
@@ -211,8 +227,9 @@ def entry(
         "steps_per_sample": measured.steps_per_sample,
         "ratio": None if reference is None else round(ratio(measured, reference), 4),
         "tokens_per_second": round(1000 * case.batch / ms["median"], 3),
-        "bytes_per_step": traffic.step_bytes(case.model, cache.kept),
-        "share_of_limit": None,  # once the bandwidth is known
+        "bytes_per_step": step_bytes,
+        "read_gb_per_s": round(speed / 1e9, 2),
+        "share_of_limit": round(1000 * step_bytes / speed / ms["median"], 4),
         "cache_bytes": cache.allocated,
         "cache_bytes_by_formula": traffic.kv_bytes(case.model.config, cache.kept, case.model.dtype),
         "kept_tokens": sum(cache.kept),
@@ -237,9 +254,12 @@ def profile(measured: Sequence[Measured], entries: Sequence[dict[str, Any]]) -> 
         return
     contender, chosen = max(ours, key=lambda pair: (pair[0].eviction is not None, pair[0].refresh_share))
     say(f"{contender.name}: parts of a step ...")
-    chosen["profile"] = breakdown.break_down(
-        contender, PROFILE_ROUNDS, PROFILE_STEPS, chosen["ms_per_step"]["median"]
-    )
+    chosen["profile"] = breakdown.break_down(contender, PROFILE_ROUNDS, profile_steps(contender.period))
+
+
+def profile_steps(period: int) -> int:
+    """Steps of a turn: whole periods."""
+    return -(-PROFILE_STEPS // period) * period
 
 
 def compile_times(options: Options) -> dict[str, float]:

@@ -15,11 +15,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
-from scripts.benchmarking import report, results
+from scripts.benchmarking import KVPRESS_PACKAGES, report, results
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
-INTRODUCTION = """\
+INTRODUCTION = f"""\
 # Benchmarks
 
 Made by `python scripts/bench_table.py` from the results files in this folder, which `scripts/bench.py --out`
@@ -30,9 +30,22 @@ writes. Change neither by hand.
   scores at some steps only, a sample is the mean of a whole period, and *scoring/other* gives both kinds.
 * **of ...**: the time as a part of the reference's; smaller is faster.
 * **of the limit**: the least time that reading takes (weights once, kept K and V once, at the bandwidth that
-  was measured in the same run) as a part of the time taken; 1.00 cannot be beaten.
+  was measured between the contenders' turns) as a part of the time taken; 1.00 cannot be beaten.
+* **of batch 1**: token/s as a multiple of those of the same contender at batch 1.
 * **kept**: tokens in the cache, of all rows together; **cache MB**: K and V as allocated.
-* **first token**: prefill included. **first step**: scores the whole prompt and evicts it down to budget.
+* **first token**: prefill included, and **peak MB** how far memory rose meanwhile. Prefill is the same for
+  all of a kind: the first one does it, the others' caches are filled with random K and V, as all are with
+  `--skip-prefill`. **first step**: scores the whole prompt and evicts it down to budget.
+
+`transformers` is its `generate` with a dynamic cache and SDPA, `transformers-static` the same with a static
+cache, compiled. `kvpress` and `kvpress4` are kvpress with TOVA as a decoding press, at every or at every
+fourth step. It needs an older transformers, so an environment of its own, and then two commands:
+
+```bash
+python -m venv .kvpress && .kvpress/bin/pip install {KVPRESS_PACKAGES}
+.kvpress/bin/python scripts/bench.py --policies none --against kvpress,kvpress4 --out kvpress.json
+python scripts/bench.py --merge kvpress.json
+```
 """
 
 
@@ -86,6 +99,7 @@ def section(name: str, result: dict[str, Any]) -> str:
                 report.markdown_table([ms]),
                 "",
             ]
+    lines += [f"* {report.scaling_line(line)}" for line in result.get("scaling", ())]
     lines += [f"* Left out: {report.skipped_line(skipped)}" for skipped in result.get("skipped", ())]
     return "\n".join(lines).rstrip() + "\n"
 

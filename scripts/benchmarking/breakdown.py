@@ -1,9 +1,10 @@
 """Where the time of a decode step goes, found by leaving parts out.
 
 The decode step is compiled once whole and once without each part. What a step gets faster by without a part
-is that part's time: so much can be gained there, and no more. What the parts do not add up to is the rest:
-projections, norms, RoPE, cache writes. Scoring is a step that refreshes less one that does not, and the
-host's share is what `Decoder.decode` takes longer than the bare compiled step.
+is that part's time: so much can be gained there, and no more. Eviction is too short for that and is done
+again and again instead. What the parts do not add up to is the rest: projections, norms, RoPE, cache writes.
+Scoring is a step that refreshes less one that does not, and the host's share is what `Decoder.decode` takes
+longer than the bare compiled step.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,11 +20,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from inertiakv import view
 from inertiakv.cache import SlotCache
 from inertiakv.graphs import Graphs
 from inertiakv.rows import Rows
 from inertiakv.steps import decode_step
-from inertiakv.view import CacheView
 from models.layers import MLP
 from models.moe import SparseMLP
 from models.transformer import Transformer
@@ -32,17 +32,31 @@ from models.transformer import Transformer
 from .machine import synchronize
 from .ours import Ours
 
+AGAIN = 16
+"""Evictions more than a step needs."""
 METHOD = (
-    "each part left out of the compiled step in turn, the time that it saves; scoring: a step that refreshes "
-    "less one that does not; rest: what remains of the step; host: decode() less the compiled step"
+    "each part left out of the compiled step in turn, the time that it saves; eviction: done "
+    f"{AGAIN} times more, what each takes; scoring: a step that refreshes less one that does not; rest: what "
+    "remains of the step; host: decode() less the compiled step"
 )
 WARM_UP = 3
 
+_evict_one = SlotCache.evict_one
 
-def _only_write(
-    view: CacheView, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, **_: object
-) -> Tensor:
-    view.cache.layers[layer].write(view.slots_BT, k_BGTD, v_BGTD)
+
+def _evict_again(cache: SlotCache, protected_BN: Tensor, active_B: Tensor) -> Tensor:
+    """Once the slot is free the others change nothing, but that takes them as long."""
+    evicts_B = _evict_one(cache, protected_BN, active_B)
+    for _ in range(AGAIN):
+        _evict_one(cache, protected_BN, active_B)
+    return evicts_B
+
+
+def _no_dense_attention(q_BHD: Tensor, *_: object) -> tuple[Tensor, None]:
+    return q_BHD, None
+
+
+def _no_flex_attention(q_BHTD: Tensor, *_: object) -> Tensor:
     return q_BHTD
 
 
@@ -50,9 +64,11 @@ def _only_look(rows: Rows, hidden_BE: Tensor, *, greedy: bool) -> None:
     rows.top_p_B.copy_(hidden_BE[:, 0])  # unused by greedy steps; or else the layers would be dead code
 
 
-WITHOUT: dict[str, tuple[tuple[type, str, Callable[..., Any]], ...]] = {
-    "attention": ((CacheView, "attend", _only_write),),
-    "eviction": ((SlotCache, "evict_one", lambda cache, protected_BN, active_B: active_B),),
+PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
+    "attention": (
+        (view, "dense_step", _no_dense_attention),
+        (view, "flex", _no_flex_attention),
+    ),
     "mlp": (
         (MLP, "forward", lambda mlp, x: x),
         (SparseMLP, "forward", lambda mlp, x: x),
@@ -61,72 +77,86 @@ WITHOUT: dict[str, tuple[tuple[type, str, Callable[..., Any]], ...]] = {
         (Transformer, "head", lambda model, hidden: hidden),
         (Rows, "choose", _only_look),
     ),
+    "eviction": ((SlotCache, "evict_one", _evict_again),),
 }
-"""For each part, what takes the place of the functions that make it up."""
+"""For each part, what takes the place of the functions that make it up, as far as a step calls them."""
+
+
+@contextlib.contextmanager
+def changed(part: str | None) -> Iterator[None]:
+    """Steps that are compiled in here have a part changed, or none."""
+    with contextlib.ExitStack() as stack:
+        for owner, function, replacement in PARTS[part] if part else ():
+            stack.enter_context(patch.object(owner, function, replacement))
+        yield
 
 
 def steps_needed(rounds: int, steps: int) -> int:
     """How many decode steps `break_down` runs."""
-    return (len(WITHOUT) + 2) * (WARM_UP + rounds * steps)
+    return (len(PARTS) + 3) * (WARM_UP + rounds * steps)
 
 
 @torch.no_grad()
-def break_down(contender: Ours, rounds: int, steps: int, decode_ms: float) -> dict[str, Any]:
-    """Milliseconds of the parts of a contender's average step, which `Decoder.decode` takes `decode_ms` for.
-    The contender is under way, and spoilt by this for anything else."""
-    variants: dict[str, tuple[bool, str | None]] = {"whole": (False, None)}
-    if contender.eviction is not None:
-        variants["refresh"] = (True, None)
-    variants |= {part: (False, part) for part in WITHOUT}
+def break_down(contender: Ours, rounds: int, steps: int) -> dict[str, Any]:
+    """Milliseconds of the parts of a contender's average step, all measured in turns, `steps` at a time (a
+    multiple of its period). The contender is under way, and spoilt by this for anything else."""
+    variants = {"whole": (False, None), "refresh": (True, None)}
+    if contender.eviction is None:
+        del variants["refresh"]
+    variants |= {part: (False, part) for part in PARTS}
 
     graphs = Graphs(contender.decoder.graphs.enabled, contender.device)
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(rounds + 1):
+    for name, (refresh, part) in variants.items():
+        with changed(part):
+            _run(contender, graphs, name, refresh, WARM_UP)
+    rows: list[list[float]] = []
+    for _ in range(rounds):
+        rows.append([statistics.fmean(contender.steps(steps))])
         for name, (refresh, part) in variants.items():
-            block = _block(contender, graphs, name, refresh, part, WARM_UP if turn == 0 else steps)
-            if turn > 0:
-                times[name].append(statistics.median(block))
+            with changed(part):
+                rows[-1].append(_run(contender, graphs, name, refresh, steps))
 
-    def more(dearer: str, cheaper: str) -> float:
-        """By how much one variant takes longer than another, round by round."""
-        pairs = zip(times[dearer], times[cheaper], strict=True)
-        return max(0.0, statistics.median(a - b for a, b in pairs))
-
-    whole = statistics.median(times["whole"])
-    parts = {part: more("whole", part) for part in WITHOUT}
-    parts["rest"] = max(0.0, whole - sum(parts.values()))
-    parts["scoring"] = contender.refresh_share * (more("refresh", "whole") if "refresh" in times else 0.0)
-    parts["host"] = max(0.0, decode_ms - whole - parts["scoring"])
+    # What each round says of a part, and of that the median.
+    times = dict(zip(["decode", *variants], torch.tensor(rows, dtype=torch.float64).T, strict=True))
+    whole = times["whole"]
+    scoring = contender.refresh_share * (times.get("refresh", whole) - whole)
+    savings = {part: whole - times[part] for part in PARTS}
+    savings["eviction"] /= -AGAIN
+    parts = {part: _typical(saving) for part, saving in savings.items()}
+    parts["rest"] = max(0.0, _typical(whole) - sum(parts.values()))
+    parts["scoring"] = _typical(scoring)
+    parts["host"] = _typical(times["decode"] - whole - scoring)
     return {"method": METHOD, "ms": {part: round(value, 4) for part, value in parts.items()}}
 
 
-def _block(
-    contender: Ours, graphs: Graphs, name: str, refresh: bool, part: str | None, steps: int
-) -> list[float]:
-    """Milliseconds of steps of one variant, or their mean on a GPU."""
+def _typical(milliseconds: Tensor) -> float:
+    """The median, and nothing below nothing."""
+    return max(0.0, float(milliseconds.quantile(0.5)))
+
+
+def step(contender: Ours, graphs: Graphs, name: str, refresh: bool) -> None:
+    """One decode step, under a name of its own among the graphs."""
     decoder = contender.decoder
     assert decoder.cache is not None
-    with contextlib.ExitStack() as stack:
-        for owner, function, replacement in WITHOUT[part] if part else ():
-            stack.enter_context(patch.object(owner, function, replacement))
-        stamps = [_now(contender.device)]
-        for index in range(steps):
-            graphs.run(
-                (name,),
-                decode_step,
-                decoder.model,
-                decoder.cache,
-                decoder.rows,
-                decoder.method,
-                decoder.aggregation,
-                refresh=refresh,
-                greedy=True,
-            )
-            if contender.device.type == "cpu" or index == steps - 1:
-                stamps.append(_now(contender.device))
-    if len(stamps) == 2:
-        return [1000 * (stamps[1] - stamps[0]) / steps]
-    return [1000 * (after - before) for before, after in pairwise(stamps)]
+    graphs.run(
+        (name,),
+        decode_step,
+        decoder.model,
+        decoder.cache,
+        decoder.rows,
+        decoder.method,
+        decoder.aggregation,
+        refresh=refresh,
+        greedy=True,
+    )
+
+
+def _run(contender: Ours, graphs: Graphs, name: str, refresh: bool, steps: int) -> float:
+    """Milliseconds of a step of one variant."""
+    begin = _now(contender.device)
+    for _ in range(steps):
+        step(contender, graphs, name, refresh)
+    return 1000 * (_now(contender.device) - begin) / steps
 
 
 def _now(device: torch.device) -> float:
@@ -134,13 +164,14 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def draw(contenders: Sequence[dict[str, Any]], file: Path) -> bool:
-    """A bar for each contender of a results file that has a profile, as a picture; whether matplotlib is
-    there to draw it."""
+def draw(contenders: Sequence[dict[str, Any]], file: Path, say: Callable[[str], None]) -> None:
+    """A bar for each contender of a results file that has a profile, as a picture, if matplotlib is there to
+    draw it."""
     try:
         import matplotlib
     except ImportError:
-        return False
+        say("no chart: matplotlib is not installed")
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -160,4 +191,3 @@ def draw(contenders: Sequence[dict[str, Any]], file: Path) -> bool:
     axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
-    return True

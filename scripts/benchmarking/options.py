@@ -19,8 +19,6 @@ from .rivals import RIVALS, check_rival
 from .shapes import SHAPES, shape
 
 DEFAULT_MODEL = "smollm2-135m"
-WARM_UP_PERIODS = 3
-"""Times that a schedule is run through before it is measured: compiled, captured, settled."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ class Options:
     merge: list[Path]
     steps: int
     blocks: int
-    warm_up: int
-    """Steps before those that are measured."""
+    period: int
+    """Steps after which every contender's schedule begins anew."""
     skip_prefill: bool
     compile_times: bool
     profile: bool
@@ -117,7 +115,7 @@ def parse(argv: Sequence[str], description: str | None) -> Options:
         merge=args.merge,
         steps=steps,
         blocks=args.blocks,
-        warm_up=WARM_UP_PERIODS * period + 1,
+        period=period,
         skip_prefill=args.skip_prefill,
         compile_times=args.compile_times,
         profile=args.profile,

@@ -27,6 +27,7 @@ def text(result: dict[str, Any]) -> str:
     for contender in result["contenders"]:
         if contender.get("profile"):
             lines += ["", *_profile(contender)]
+    lines += [""] * bool(result.get("scaling")) + [scaling_line(line) for line in result.get("scaling", ())]
     lines += [""] * bool(result["skipped"])
     lines += [f"left out: {skipped_line(skipped)}" for skipped in result["skipped"]]
     return "\n".join(lines)
@@ -58,6 +59,17 @@ def compiling(result: dict[str, Any]) -> str:
     return f"compiles in {seconds['cold']:.1f} s, in {seconds['warm']:.1f} s from the cache on disk"
 
 
+def scaling_line(line: dict[str, Any]) -> str:
+    kept = line["kept_tokens"]
+    who = f"{line['name']}, {line['dtype']}, batch {line['batch']}"
+    speed = "no time" if line["kept_gb_per_s"] is None else f"{line['kept_gb_per_s']:,.1f} GB/s"
+    return (
+        f"{who}, from {min(kept):,} to {max(kept):,} tokens kept: {line['intercept_ms']:.2f} ms a step, of "
+        f"which reading the weights needs {line['weights_ms']:.2f}, and {speed} for K and V; no time is off "
+        f"this line by more than {line['worst_deviation']:.0%}"
+    )
+
+
 def skipped_line(skipped: dict[str, Any]) -> str:
     where = f"{skipped['name']} ({skipped['dtype']}, {skipped['context']:,} tokens, batch {skipped['batch']})"
     return f"{where}: {skipped['reason']}"
@@ -76,19 +88,35 @@ def _title(result: dict[str, Any], dtype: str, context: int, batch: int) -> str:
 def _row(contender: dict[str, Any], result: dict[str, Any]) -> Row:
     ms, ratio, kinds = contender["ms_per_step"], contender["ratio"], contender.get("ms_by_kind")
     merged = contender.get("merged_from", {}).get("name")
+    alone = _tokens_per_second_alone(contender, result)
     return {
         "contender": contender["name"] + (f" ({merged})" if merged else ""),
         "ms/step": f"{ms['median']:.2f}",
         "p10 to p90": f"{ms['p10']:.2f} to {ms['p90']:.2f}",
         "scoring/other": f"{kinds['refresh']:.2f}/{kinds['plain']:.2f}" if kinds else "",
         "token/s": f"{contender['tokens_per_second']:,.1f}",
+        "of batch 1": "" if alone is None else f"{contender['tokens_per_second'] / alone:.2f}",
         f"of {result['reference']}": "" if ratio is None else f"{ratio:.3f}",
-        "of the limit": "" if contender["share_of_limit"] is None else f"{contender['share_of_limit']:.2f}",
+        "of the limit": f"{contender['share_of_limit']:.2f}",
         "kept": f"{contender['kept_tokens']:,}",
         "cache MB": f"{contender['cache_bytes'] / 1e6:,.1f}",
+        "peak MB": _peak(contender),
         "first token ms": _milliseconds(contender["first_token_ms"]),
         "first step ms": _milliseconds(contender["first_step_ms"]),
     }
+
+
+def _tokens_per_second_alone(contender: dict[str, Any], result: dict[str, Any]) -> float | None:
+    """What the same contender does at batch 1, if this is another batch."""
+    wanted = {**{key: contender[key] for key in ("name", "dtype", "context")}, "batch": 1}
+    alone = (c for c in result["contenders"] if all(c[key] == value for key, value in wanted.items()))
+    return None if contender["batch"] == 1 else next((c["tokens_per_second"] for c in alone), None)
+
+
+def _peak(contender: dict[str, Any]) -> str:
+    """Of a real prompt's memory."""
+    real = contender["start"] == "prefill" and contender["peak_bytes"] is not None
+    return f"{contender['peak_bytes'] / 1e6:,.0f}" if real else ""
 
 
 def _milliseconds(value: float | None) -> str:

@@ -20,6 +20,13 @@ def read(file: Path) -> dict[str, Any]:
     return result
 
 
+def write(file: Path, result: dict[str, Any]) -> None:
+    """Write a results file, or leave the one that is there as it is: never half of one."""
+    unfinished = file.with_name(f"{file.name}.part")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(file)
+
+
 def merge(result: dict[str, Any], other: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """The contenders of another run, marked with its name, their times set against this one's reference."""
     mark = {"name": name, "versions": other["versions"], "read_gb_per_s": other["read_gb_per_s"]}

@@ -15,17 +15,15 @@ def weight_bytes(model: Transformer, batch: int) -> int:
     """Weights that a step of `batch` rows reads, each once.
 
     All of them but an embedding table that is not the vocabulary head as well, of which a step looks up one
-    line a row; and of a layer's experts no more than the rows can choose.
+    line a row; and of a layer's experts as many as rows that choose theirs at random do in all.
     """
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     if not model.config.tie_embeddings:
         total -= _bytes(model.embed_tokens)
     moe = model.config.moe
     if moe is not None:
-        active = min(moe.num_experts, batch * moe.top_k)
-        for module in model.modules():
-            if isinstance(module, Experts):
-                total -= _bytes(module) * (moe.num_experts - active) // moe.num_experts
+        idle = (1 - moe.top_k / moe.num_experts) ** batch  # the share of experts that no row has chosen
+        total -= round(idle * sum(_bytes(m) for m in model.modules() if isinstance(m, Experts)))
     return total
 
 
