@@ -102,9 +102,7 @@ def dense_chunk(
     return torch.where((query_BT >= 0)[:, None, :, None], out_BHTD, 0.0)
 
 
-def _unmasked_chunk(
-    q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, scale: float, start_slot: int
-) -> Tensor:
+def _unmasked_chunk(q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, scale: float, start_slot: int) -> Tensor:
     """Attention of a chunk to the older tokens, all of them, and to its own, in order: on CPUs a mask would
     take up to half of the time. The two parts meet by their log-sum-exps."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
