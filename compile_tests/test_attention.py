@@ -103,6 +103,40 @@ def test_a_chunk_of_ragged_prompts(form: str, window: int | None) -> None:
     assert (out_BHTD[~real] == 0).all()
 
 
+@pytest.mark.parametrize("heads, kv_heads", [(6, 2), (2, 2)])
+@pytest.mark.parametrize("old, queries", [(0, 300), (1, 2), (127, 129), (200, 257), (600, 5)])
+def test_a_chunk_at_the_same_slots_in_every_row(heads: int, kv_heads: int, old: int, queries: int) -> None:
+    """Older tokens in no order and with gaps, then the chunk's own, of which the second row has only one;
+    behind them, and in padding, huge values."""
+    generator = torch.Generator().manual_seed(old)
+    slots, end = 960, old + queries
+    k_BGND, v_BGND = torch.randn(2, 2, kv_heads, slots, D, generator=generator).unbind()
+    q_BHTD = torch.randn(2, heads, queries, D, generator=generator)
+    position_BN = torch.full((2, slots), -1, dtype=torch.int32)
+    query_BT = torch.full((2, queries), -1)
+    for row, length in enumerate((queries, 1)):
+        position_BN[row, :old] = 3 * torch.randperm(old, generator=generator, dtype=torch.int32)
+        query_BT[row, :length] = 3 * old + torch.arange(length)
+        position_BN[row, old : old + length] = query_BT[row, :length]
+        v_BGND[row, :, old + length :] = 1e30
+    expected, _ = reference(q_BHTD, k_BGND, v_BGND, position_BN, query_BT, None)
+    seen = (position_BN[:, :end], query_BT, None)
+    out_BHTD = dense_chunk(q_BHTD, k_BGND[:, :, :end], v_BGND[:, :, :end], *seen, SCALE, end, start_slot=old)
+    real = (query_BT >= 0)[:, None, :, None].expand_as(out_BHTD)
+    torch.testing.assert_close(out_BHTD[real].double(), expected[real], atol=1e-5, rtol=1e-5)
+    assert (out_BHTD[~real] == 0).all()
+
+
+def test_a_window_hides_older_tokens_at_the_same_slots_too() -> None:
+    generator = torch.Generator().manual_seed(0)
+    k_BGND, v_BGND = torch.randn(2, 1, 2, 90, D, generator=generator).unbind()
+    q_BHTD = torch.randn(1, 6, 50, D, generator=generator)
+    position_BN, query_BT = torch.arange(90, dtype=torch.int32)[None], torch.arange(40, 90)[None]
+    expected, _ = reference(q_BHTD, k_BGND, v_BGND, position_BN, query_BT, 30)
+    out_BHTD = dense_chunk(q_BHTD, k_BGND, v_BGND, position_BN, query_BT, 30, SCALE, 90, start_slot=40)
+    torch.testing.assert_close(out_BHTD.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_row_that_sees_nothing_yields_zeros() -> None:
     k_BGND, v_BGND, position_BN = shuffled_cache(2, 128, [0, 5], seed=0)
     q_BHD = torch.randn(2, 4, D)

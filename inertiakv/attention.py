@@ -86,10 +86,48 @@ def dense_chunk(
     window: int | None,
     scale: float,
     end_slot: int,
+    start_slot: int | None = None,
 ) -> Tensor:
-    """Attention of a chunk of queries, a block at a time. The chunk's own tokens must lie in order in the
-    slots before `end_slot` (in the row where they reach furthest): a block leaves out those that come after
-    it."""
+    """Attention of a chunk of queries, [B, H, T, D].
+
+    The chunk's own tokens must lie in order in the slots before `end_slot` (in the row where they reach
+    furthest). `start_slot`: given where they begin at the same slot in every row, and all slots before it
+    hold tokens that are older.
+    """
+    if start_slot is not None and window is None and q_BHTD.device.type == "cpu":
+        out_BHTD = _unmasked_chunk(q_BHTD, k_BGND, v_BGND, scale, start_slot)
+    else:
+        seen = (position_BN, query_BT, window)
+        out_BHTD = _masked_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, end_slot)
+    return torch.where((query_BT >= 0)[:, None, :, None], out_BHTD, 0.0)
+
+
+def _unmasked_chunk(q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, scale: float, start_slot: int) -> Tensor:
+    """Attention of a chunk to the older tokens, all of them, and to its own, in order: on CPUs a mask would
+    take up to half of the time. The two parts meet by their log-sum-exps."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    own = slice(start_slot, start_slot + q_BHTD.shape[2])
+    out_BHTD, lse_BHT = flash(q_BHTD, k_BGND[:, :, own], v_BGND[:, :, own], is_causal=True, scale=scale)
+    if start_slot == 0:
+        return out_BHTD
+    old_BHTD, old_lse_BHT = flash(q_BHTD, k_BGND[:, :, :start_slot], v_BGND[:, :, :start_slot], scale=scale)
+    share_BHT1 = torch.sigmoid(old_lse_BHT - lse_BHT)[..., None]
+    accurate = share_BHT1.dtype
+    return torch.lerp(out_BHTD.to(accurate), old_BHTD.to(accurate), share_BHT1).to(q_BHTD.dtype)
+
+
+def _masked_chunk(
+    q_BHTD: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
+    position_BN: Tensor,
+    query_BT: Tensor,
+    window: int | None,
+    scale: float,
+    end_slot: int,
+) -> Tensor:
+    """Attention of a chunk under the mask rule, a block of queries at a time; a block leaves out the slots of
+    the tokens that come after it."""
     total, slots = q_BHTD.shape[2], k_BGND.shape[2]
     blocks = []
     for start in range(0, total, QUERY_BLOCK):
@@ -106,8 +144,7 @@ def dense_chunk(
                 enable_gqa=True,
             )
         )
-    out_BHTD = torch.cat(blocks, dim=2)
-    return torch.where((query_BT >= 0)[:, None, :, None], out_BHTD, 0.0)
+    return torch.cat(blocks, dim=2)
 
 
 def flex_mask(position_BN: Tensor, query_BT: Tensor, window: int | None) -> BlockMask:

@@ -81,7 +81,7 @@ class LayerCache(nn.Module):
         others. Row by row, so that the only memory it takes beyond its own is one row's kept tokens."""
         for mine_BGND, theirs_BGND in ((self.k_BGND, source.k_BGND), (self.v_BGND, source.v_BGND)):
             for row, kept in enumerate(counts):
-                mine_BGND[row, :, :kept] = theirs_BGND[row, :, slots_BK[row, :kept]]
+                mine_BGND[row, :, :kept] = theirs_BGND[row].index_select(1, slots_BK[row, :kept])
                 mine_BGND[row, :, kept:] = 0
 
 

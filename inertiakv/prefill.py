@@ -66,6 +66,7 @@ class Prefill:
                 # fills.
                 (slot_B1 + offset_T).clamp_max(cache.shape.slots - 1),
                 end_slot=max(slots) + start + width,
+                start_slot=slots[0] + start if min(slots) == max(slots) else None,
             )
             index_B = (length_B - 1 - start).clamp(0, hidden_BTE.shape[1] - 1)
             ends_B1 = ((length_B > start) & (length_B <= start + width))[:, None]
@@ -83,10 +84,17 @@ class Prefill:
         return min(self.chunk, bucket(width)) if self.method.backend == "flex" else width
 
     def _run(
-        self, cache: SlotCache, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, *, end_slot: int
+        self,
+        cache: SlotCache,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        slots_BT: Tensor,
+        *,
+        end_slot: int,
+        start_slot: int | None,
     ) -> Tensor:
         args = (self.model, cache, self.method, tokens_BT, positions_BT, slots_BT)
         if self.method.backend == "dense":
-            return chunk_step(*args, end_slot)
+            return chunk_step(*args, end_slot, start_slot)
         key = ("prompt chunk", cache.shape, tokens_BT.shape)
-        return self.graphs.run(key, chunk_step, *args, None)
+        return self.graphs.run(key, chunk_step, *args, None, None)

@@ -45,12 +45,20 @@ def chunk_step(
     tokens_BT: Tensor,
     positions_BT: Tensor,
     slots_BT: Tensor,
-    end_slot: int,
+    end_slot: int | None,
+    start_slot: int | None,
 ) -> Tensor:
-    """Enter a chunk of prompt into the cache, hidden_BTE. Padding has position -1."""
+    """Enter a chunk of prompt into the cache, hidden_BTE. Padding has position -1. For the last two, see
+    `CacheView`."""
     cache.insert(slots_BT, positions_BT)
     view = CacheView(
-        cache, positions_BT, slots_BT, backend=method.backend, windows=method.windows, end_slot=end_slot
+        cache,
+        positions_BT,
+        slots_BT,
+        backend=method.backend,
+        windows=method.windows,
+        end_slot=end_slot,
+        start_slot=start_slot,
     )
     return model(tokens_BT, positions_BT, view)
 

@@ -35,13 +35,17 @@ class CacheView:
         aggregation: Aggregation | None = None,
         active_B: Tensor | None = None,
         end_slot: int | None = None,
+        start_slot: int | None = None,
     ) -> None:
         """`aggregation`: score this pass (T = 1) and update the utilities of rows that are `active_B`.
         `end_slot`: no slot from here on holds a token, and the chunk's own tokens are the last before it, in
-        the row where they reach furthest; it may lie beyond the cache where another row's padding does."""
+        the row where they reach furthest; it may lie beyond the cache where another row's padding does.
+        `start_slot`: given where the chunk's tokens begin at the same slot in every row, and all slots before
+        it hold tokens that are older."""
         self.cache, self.slots_BT, self.positions_BT = cache, slots_BT, positions_BT
         self.backend = backend
         self.end_slot = cache.shape.slots if end_slot is None else end_slot
+        self.start_slot = start_slot
         self.filled = cache.shape.slots if backend == "flex" else min(self.end_slot, cache.shape.slots)
         self.position_BN = cache.position_BN[:, : self.filled]
         single = positions_BT.shape[1] == 1
@@ -89,8 +93,9 @@ class CacheView:
         if self.backend == "flex" and self.utility_BN is None:
             return flex(q_BHTD, k_BGND, v_BGND, self.block_mask[window], scale), None
         if self.positions_BT.shape[1] > 1:
-            queries_BT, end = self.positions_BT, self.end_slot
-            return dense_chunk(q_BHTD, k_BGND, v_BGND, self.position_BN, queries_BT, window, scale, end), None
+            seen = (self.position_BN, self.positions_BT, window)
+            slots = (self.end_slot, self.start_slot)
+            return dense_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, *slots), None
         q_BHD, seen_BN = q_BHTD[:, :, 0], self.visible_BN[window]
         if self.backend == "flex":
             out_BHD, weights_BGRN = flex_step(q_BHD, k_BGND, v_BGND, self.block_mask[window], seen_BN, scale)
