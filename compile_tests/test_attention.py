@@ -3,8 +3,18 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from inertiakv.attention import choose_backend, dense_chunk, dense_step, flex, flex_mask, flex_step, visible
+from inertiakv.attention import (
+    block_lists,
+    choose_backend,
+    dense_chunk,
+    dense_step,
+    flex,
+    flex_mask,
+    flex_step,
+    visible,
+)
 
 GROUPINGS = [(2, 2), (6, 2), (4, 1), (12, 2), (7, 1), (16, 2)]  # 1, 3, 4, 6, 7 and 8 query heads a KV head
 D = 16
@@ -32,6 +42,10 @@ def reference(
                 weights[b, h, t, seen] = logits.softmax(0)
                 out[b, h, t] = logits.softmax(0) @ v_BGND[b, g, seen].double()
     return out, weights
+
+
+def whole_mask(position_BN: Tensor, query_BT: Tensor, window: int | None) -> BlockMask:
+    return flex_mask(block_lists(position_BN, query_BT, window), position_BN, query_BT, window)
 
 
 def shuffled_cache(kv_heads: int, slots: int, filled: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,7 +84,7 @@ def test_flex_with_any_number_of_slots(slots: int) -> None:
     expected, weights = reference(q_BHD[:, :, None], k_BGND, v_BGND, position_BN, query_B1, None)
     seen_BN = visible(position_BN, query_B1, None)[:, 0]
     out_BHD, weights_BGRN = flex_step(
-        q_BHD, k_BGND, v_BGND, flex_mask(position_BN, query_B1, None), seen_BN, SCALE
+        q_BHD, k_BGND, v_BGND, whole_mask(position_BN, query_B1, None), seen_BN, SCALE
     )
     torch.testing.assert_close(out_BHD.double(), expected[:, :, 0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(weights_BGRN.flatten(1, 2).double(), weights[:, :, 0], atol=1e-6, rtol=1e-5)
@@ -96,7 +110,7 @@ def test_a_chunk_of_ragged_prompts(form: str, window: int | None) -> None:
         seen = (q_BHTD, k_BGND[:, :, :end], v_BGND[:, :, :end], position_BN[:, :end])
         out_BHTD = dense_chunk(*seen, query_BT, window, SCALE, end)
     else:
-        out_BHTD = flex(q_BHTD, k_BGND, v_BGND, flex_mask(position_BN, query_BT, window), SCALE)
+        out_BHTD = flex(q_BHTD, k_BGND, v_BGND, whole_mask(position_BN, query_BT, window), SCALE)
     assert not out_BHTD.isnan().any()
     real = (query_BT >= 0)[:, None, :, None].expand_as(out_BHTD)
     torch.testing.assert_close(out_BHTD[real].double(), expected[real], atol=1e-5, rtol=1e-5)
@@ -157,7 +171,7 @@ def test_whole_and_partial_blocks_cover_exactly_what_is_visible() -> None:
         position_BN[0, :600] = torch.arange(600, dtype=torch.int32)
         position_BN[1, torch.randperm(640, generator=generator)[:300]] = torch.arange(300, dtype=torch.int32)
         query_BT = torch.stack([torch.arange(300, 600), torch.arange(0, 300)])
-        mask = flex_mask(position_BN, query_BT, window)
+        mask = whole_mask(position_BN, query_BT, window)
         blocks = torch.nn.functional.pad(visible(position_BN, query_BT, window), (0, 0, 0, 84))
         blocks = blocks.unflatten(1, (3, 128)).unflatten(3, (5, 128))
         for b, q in ((b, q) for b in range(2) for q in range(3)):

@@ -300,8 +300,12 @@ def attend(cache: SlotCache, next_B: Tensor, queries: int, seed: int) -> Tensor:
     positions_BT, slots_BT = next_B[:, None] + offset_T, cache.count_B[:, None] + offset_T
     cache.insert(slots_BT, positions_BT)
     view = CacheView(cache, positions_BT, slots_BT, backend="dense", windows=(None, 9))
+    new = (q_BHTD, k_BGTD, v_BGTD)
     return torch.stack(
-        [view.attend(layer, q_BHTD, k_BGTD, v_BGTD, window=w, scale=0.01) for layer, w in ((0, None), (1, 9))]
+        [
+            view.run_layer(0, lambda q_BHTD, layer: layer.attend(*new, window=None, scale=0.01), q_BHTD),
+            view.run_layer(1, lambda q_BHTD, layer: layer.attend(*new, window=9, scale=0.01), q_BHTD),
+        ]
     )
 
 

@@ -55,9 +55,6 @@ class Aggregation(nn.Module):
         return [(decay.clone(), gain.clone()) for decay, gain in zip(self.decay_L, self.gain_L, strict=True)]
 
 
-def updated(
-    utility_BN: Tensor, score_BN: Tensor, scored_BN: Tensor, coefficients: tuple[Tensor, Tensor]
-) -> Tensor:
+def updated(utility_BN: Tensor, score_BN: Tensor, scored_BN: Tensor, decay: Tensor, gain: Tensor) -> Tensor:
     """The utilities after one layer's scores, where `scored_BN` (bool) says so; elsewhere as they were."""
-    decay, gain = coefficients
     return torch.where(scored_BN, decay * utility_BN + gain * score_BN, utility_BN)

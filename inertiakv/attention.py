@@ -24,6 +24,9 @@ from .cache import MASK_BLOCK
 from .lowering import computed_first
 
 Backend = Literal["dense", "flex"]
+BlockLists = tuple[Tensor, Tensor, Tensor, Tensor]
+"""FlexAttention's form of a mask of blocks: of those that are seen in part, and of those seen whole, for each
+block of queries how many and which, int32 [B, 1, Q] and [B, 1, Q, K]."""
 
 SPLITS = 8
 """Parts of the slots that a compiled step on a CPU attends to side by side."""
@@ -147,10 +150,9 @@ def _masked_chunk(
     return torch.cat(blocks, dim=2)
 
 
-def flex_mask(position_BN: Tensor, query_BT: Tensor, window: int | None) -> BlockMask:
-    """The mask rule as a BlockMask, from each block's smallest and largest positions: O(N + T) memory, in
+def block_lists(position_BN: Tensor, query_BT: Tensor, window: int | None) -> BlockLists:
+    """The mask rule for whole blocks, from each block's smallest and largest positions: O(N + T) memory, in
     graph."""
-    slots, queries = position_BN.shape[1], query_BT.shape[1]
     lo_key_BK, hi_key_BK = _block_range(position_BN)
     lo_query_BQ, hi_query_BQ = _block_range(query_BT)
     lo_key_B1K, hi_key_B1K = lo_key_BK[:, None], hi_key_BK[:, None]
@@ -164,18 +166,22 @@ def flex_mask(position_BN: Tensor, query_BT: Tensor, window: int | None) -> Bloc
         some_BQK = some_BQK & (lo_query_BQ1 - hi_key_B1K < window)
         whole_BQK = whole_BQK & (hi_query_BQ1 - lo_key_B1K < window)
 
+    return *_block_list(some_BQK & ~whole_BQK), *_block_list(some_BQK & whole_BQK)
+
+
+def flex_mask(blocks: BlockLists, position_BN: Tensor, query_BT: Tensor, window: int | None) -> BlockMask:
+    """The mask rule as a BlockMask, its `block_lists` given."""
+
     def mask_mod(b: Tensor, h: Tensor, q_index: Tensor, slot: Tensor) -> Tensor:
         key, query = position_BN[b, slot], query_BT[b, q_index]
         seen = (key >= 0) & (key <= query)
         return seen if window is None else seen & (query - key < window)
 
-    partial, whole = _block_list(some_BQK & ~whole_BQK), _block_list(some_BQK & whole_BQK)
     return BlockMask.from_kv_blocks(
-        *partial,
-        *whole,
+        *blocks,
         BLOCK_SIZE=(MASK_BLOCK, MASK_BLOCK),
         mask_mod=mask_mod,
-        seq_lengths=(queries, slots),
+        seq_lengths=(query_BT.shape[1], position_BN.shape[1]),
         compute_q_blocks=False,
     )
 

@@ -38,11 +38,11 @@ class Sizes(Protocol):
 
 class LanguageModel(Protocol):
     """A decoder-only model that leaves attention to a cache: in every layer, after RoPE, it calls
-    `cache.attend(layer, q_BHTD, k_BGTD, v_BGTD, window=..., scale=...)` and goes on with what that returns.
+    `view.attend(q_BHTD, k_BGTD, v_BGTD, window=..., scale=...)` and goes on with what that returns.
 
-    It may run a layer as `cache.run_layer(layer, x_BTE, *args)`, which calls `layer(x_BTE, *args, cache)`
-    with a cache to say `attend` to: layers that are alike are then compiled once. It knows nothing else of
-    the cache.
+    It runs its layers as `cache.run_layer(index, layer, x_BTE, *args)`, which calls `layer(x_BTE, *args,
+    view)` with the view to say `attend` to. Layers that are alike are traced and compiled once: a layer's
+    code, its index say, should not depend on which one it is. It knows nothing else of the cache.
     """
 
     @property

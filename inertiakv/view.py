@@ -1,24 +1,37 @@
-"""What one forward pass sees of a cache: the object that the model says `attend` to.
+"""What one forward pass sees of a cache: the object that runs a model's layers, and the one that they say
+`attend` to.
 
-Shape letters: B batch, T query tokens, H query heads, G KV heads, N slots, D head dim.
+Shape letters: B batch, T query tokens, H query heads, G KV heads, R query heads a KV head, N slots, D head
+dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import scorers
 from .aggregation import Aggregation, updated
-from .attention import Backend, dense_chunk, dense_step, flex, flex_mask, flex_step, visible
-from .cache import SlotCache
+from .attention import (
+    Backend,
+    BlockLists,
+    block_lists,
+    dense_chunk,
+    dense_step,
+    flex,
+    flex_mask,
+    flex_step,
+    visible,
+)
+from .cache import LayerCache, SlotCache
 
 
 class CacheView:
-    """One pass of T tokens a row over a cache: writes their K and V, attends, and scores where asked.
+    """One pass of T tokens a row over a cache: each layer writes their K and V, attends, and scores where
+    asked.
 
     A position of -1 marks padding, which sees nothing and is seen by nobody. Masks are made here once, for
     each sliding window that the model's layers have, and shared by its layers.
@@ -42,103 +55,134 @@ class CacheView:
         the row where they reach furthest; it may lie beyond the cache where another row's padding does.
         `start_slot`: given where the chunk's tokens begin at the same slot in every row, and all slots before
         it hold tokens that are older."""
-        self.cache, self.slots_BT, self.positions_BT = cache, slots_BT, positions_BT
-        self.backend = backend
-        self.end_slot = cache.shape.slots if end_slot is None else end_slot
-        self.start_slot = start_slot
-        self.filled = cache.shape.slots if backend == "flex" else min(self.end_slot, cache.shape.slots)
-        self.position_BN = cache.position_BN[:, : self.filled]
+        self.layers = cache.layers
+        end_slot = cache.shape.slots if end_slot is None else end_slot
+        filled = cache.shape.slots if backend == "flex" else min(end_slot, cache.shape.slots)
+        position_BN = cache.position_BN[:, :filled]
         single = positions_BT.shape[1] == 1
-        self.visible_BN = {w: visible(self.position_BN, positions_BT, w)[:, 0] for w in windows if single}
-        self.block_mask = {
-            w: flex_mask(self.position_BN, positions_BT, w) for w in windows if backend == "flex"
-        }
-        self.utility_BN: Tensor | None = None
+        self.seen = Seen(
+            positions_BT,
+            slots_BT,
+            position_BN,
+            {w: visible(position_BN, positions_BT, w)[:, 0] for w in windows if single},
+            {w: block_lists(position_BN, positions_BT, w) for w in windows if backend == "flex"},
+            backend,
+            end_slot,
+            start_slot,
+        )
+        self.aggregation = aggregation
         if aggregation is not None:
             assert single, "only a single query a row is scored"
             assert active_B is not None
-            self.utility_BN = cache.utility_BN[:, : self.filled]
-            self.scored_BN = (self.position_BN >= 0) & active_B[:, None]
+            self.utility_BN = cache.utility_BN[:, :filled]
+            self.scored_BN = (position_BN >= 0) & active_B[:, None]
             self.coefficients = aggregation.by_layer()
 
-    def run_layer(self, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
-        """`layer(x_BTE, *args, cache)`, as a region of its own to the compiler, which compiles layers that
-        are alike once. A model may also call its layers directly."""
-        if self.utility_BN is None:
-            return _region(layer, x_BTE, args, self)
-        if self.backend == "flex":
-            # Around FlexAttention a region would hand out the utilities as they went in: a compiler defect.
-            return layer(x_BTE, *args, self)
-        x_BTE, utility_BN = _scored_region(layer, x_BTE, args, self, self.utility_BN)
+    def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
+        """`layer(x_BTE, *args, view)` with the view of layer `index`, as a region of its own to the compiler,
+        which traces and compiles layers that are alike once."""
+        kv = self.layers[index]
+        if self.aggregation is None:
+            return _region(layer, kv, self.seen, x_BTE, args)
+        scoring = Scoring(self.scored_BN, *self.coefficients[index])
+        # Around FlexAttention a region would hand out the utilities as they went in: a compiler defect.
+        run = _scored_layer if self.seen.backend == "flex" else _scored_region
+        x_BTE, utility_BN = run(layer, kv, self.seen, x_BTE, args, self.utility_BN, scoring)
         self.utility_BN.copy_(utility_BN)
         return x_BTE
 
+
+class Seen(NamedTuple):
+    """What a pass knows of the slots, the same for all its layers. Tensors and constants alone, of which the
+    compiler can tell whether a region's inputs are alike."""
+
+    positions_BT: Tensor
+    slots_BT: Tensor
+    position_BN: Tensor
+    visible_BN: dict[int | None, Tensor]
+    blocks: dict[int | None, BlockLists]
+    backend: Backend
+    end_slot: int
+    start_slot: int | None
+
+
+class Scoring(NamedTuple):
+    """What a layer's scores become: which slots take them, and how."""
+
+    scored_BN: Tensor
+    decay: Tensor
+    gain: Tensor
+
+
+class LayerView:
+    """The view of one layer, and the utilities on their way through it.
+
+    They go in and come out again. Written in place, as K and V are, they would be read too early afterwards:
+    the compiler does not see what a region writes, and nothing but the region itself reads K and V.
+    """
+
+    def __init__(
+        self, kv: LayerCache, seen: Seen, utility_BN: Tensor | None, scoring: Scoring | None
+    ) -> None:
+        self.kv, self.seen, self.utility_BN, self.scoring = kv, seen, utility_BN, scoring
+
     def attend(
-        self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int | None, scale: float
+        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int | None, scale: float
     ) -> Tensor:
         """Write the new tokens' K and V, attend over everything visible, [B, H, T, D]; score if this pass
         does."""
-        out_BHTD, weights_BGRN = self.write_and_attend(layer, q_BHTD, k_BGTD, v_BGTD, window, scale)
-        if self.utility_BN is not None:
-            self.utility_BN.copy_(self.scored(self.utility_BN, weights_BGRN, layer))
+        self.kv.write(self.seen.slots_BT, k_BGTD, v_BGTD)
+        filled = self.seen.position_BN.shape[1]
+        k_BGND, v_BGND = self.kv.k_BGND[:, :, :filled], self.kv.v_BGND[:, :, :filled]
+        out_BHTD, weights_BGRN = self._attention(q_BHTD, k_BGND, v_BGND, window, scale)
+        if self.scoring is not None:
+            assert self.utility_BN is not None
+            assert weights_BGRN is not None
+            scored_BN, *coefficients = self.scoring
+            score_BN = scorers.attention(weights_BGRN)
+            self.utility_BN = updated(self.utility_BN, score_BN, scored_BN, *coefficients)
         return out_BHTD
 
-    def write_and_attend(
-        self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, scale: float
+    def _attention(
+        self, q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, window: int | None, scale: float
     ) -> tuple[Tensor, Tensor | None]:
-        """The output, and where this pass scores the weights [B, G, R, N]."""
-        kv = self.cache.layers[layer]
-        kv.write(self.slots_BT, k_BGTD, v_BGTD)
-        k_BGND, v_BGND = kv.k_BGND[:, :, : self.filled], kv.v_BGND[:, :, : self.filled]
-        if self.backend == "flex" and self.utility_BN is None:
-            return flex(q_BHTD, k_BGND, v_BGND, self.block_mask[window], scale), None
-        if self.positions_BT.shape[1] > 1:
-            seen = (self.position_BN, self.positions_BT, window)
-            slots = (self.end_slot, self.start_slot)
-            return dense_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, *slots), None
-        q_BHD, seen_BN = q_BHTD[:, :, 0], self.visible_BN[window]
-        if self.backend == "flex":
-            out_BHD, weights_BGRN = flex_step(q_BHD, k_BGND, v_BGND, self.block_mask[window], seen_BN, scale)
+        """The output, and of a single query the weights [B, G, R, N]."""
+        seen = self.seen
+        if seen.backend == "flex":
+            mask = flex_mask(seen.blocks[window], seen.position_BN, seen.positions_BT, window)
+            if self.scoring is None:
+                return flex(q_BHTD, k_BGND, v_BGND, mask, scale), None
+            out_BHD, weights = flex_step(
+                q_BHTD[:, :, 0], k_BGND, v_BGND, mask, seen.visible_BN[window], scale
+            )
+        elif q_BHTD.shape[2] > 1:
+            table = (seen.position_BN, seen.positions_BT, window)
+            return dense_chunk(q_BHTD, k_BGND, v_BGND, *table, scale, seen.end_slot, seen.start_slot), None
         else:
-            out_BHD, weights_BGRN = dense_step(q_BHD, k_BGND, v_BGND, seen_BN, scale)
-        return out_BHD[:, :, None], weights_BGRN
-
-    def scored(self, utility_BN: Tensor, weights_BGRN: Tensor | None, layer: int) -> Tensor:
-        """The utilities after a layer's attention weights."""
-        assert weights_BGRN is not None
-        return updated(utility_BN, scorers.attention(weights_BGRN), self.scored_BN, self.coefficients[layer])
-
-
-class _LayerView:
-    """The view of one layer inside its region, and the utilities on their way through it.
-
-    They go into the region and come out. Written in place, as K and V are, they would be read too early
-    afterwards: the compiler does not see what a region writes, and nothing but the region itself reads K and
-    V.
-    """
-
-    def __init__(self, whole: CacheView, utility_BN: Tensor | None) -> None:
-        self.whole, self.utility_BN = whole, utility_BN
-
-    def attend(
-        self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int | None, scale: float
-    ) -> Tensor:
-        out_BHTD, weights_BGRN = self.whole.write_and_attend(layer, q_BHTD, k_BGTD, v_BGTD, window, scale)
-        if self.utility_BN is not None:
-            self.utility_BN = self.whole.scored(self.utility_BN, weights_BGRN, layer)
-        return out_BHTD
+            out_BHD, weights = dense_step(q_BHTD[:, :, 0], k_BGND, v_BGND, seen.visible_BN[window], scale)
+        return out_BHD[:, :, None], weights
 
 
 @torch.compiler.nested_compile_region
-def _region(layer: Callable[..., Tensor], x_BTE: Tensor, args: tuple[Any, ...], view: CacheView) -> Tensor:
-    return layer(x_BTE, *args, _LayerView(view, None))
+def _region(
+    layer: Callable[..., Tensor], kv: LayerCache, seen: Seen, x_BTE: Tensor, args: tuple[Any, ...]
+) -> Tensor:
+    return layer(x_BTE, *args, LayerView(kv, seen, None, None))
 
 
-@torch.compiler.nested_compile_region
-def _scored_region(
-    layer: Callable[..., Tensor], x_BTE: Tensor, args: tuple[Any, ...], view: CacheView, utility_BN: Tensor
+def _scored_layer(
+    layer: Callable[..., Tensor],
+    kv: LayerCache,
+    seen: Seen,
+    x_BTE: Tensor,
+    args: tuple[Any, ...],
+    utility_BN: Tensor,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor]:
-    inner = _LayerView(view, utility_BN)
-    x_BTE = layer(x_BTE, *args, inner)
-    assert inner.utility_BN is not None
-    return x_BTE, inner.utility_BN
+    view = LayerView(kv, seen, utility_BN, scoring)
+    x_BTE = layer(x_BTE, *args, view)
+    assert view.utility_BN is not None
+    return x_BTE, view.utility_BN
+
+
+_scored_region = torch.compiler.nested_compile_region(_scored_layer)

@@ -25,12 +25,16 @@ FEW_ROWS = 8
 class Cache(Protocol):
     """All that a model asks of a cache."""
 
-    def run_layer(self, layer: Callable[..., Tensor], x_BTE: Tensor, rotary: Rotation) -> Tensor:
-        """`layer(x_BTE, rotary, cache)`, where the cache may stand another one in for itself."""
+    def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, rotary: Rotation) -> Tensor:
+        """`layer(x_BTE, rotary, view)` with the view of layer `index`."""
         ...
 
+
+class LayerView(Protocol):
+    """All that a layer asks of its view of the cache."""
+
     def attend(
-        self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int | None, scale: float
+        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int | None, scale: float
     ) -> Tensor:
         """Writes k and v, attends over everything visible and returns the output [B, H, T, D]."""
         ...
@@ -110,7 +114,6 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.index = index
         self.window = config.windows[index]
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
@@ -122,14 +125,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x_BTE: Tensor, rotary: Rotation, cache: Cache) -> Tensor:
+    def forward(self, x_BTE: Tensor, rotary: Rotation, view: LayerView) -> Tensor:
         def heads(y: Tensor) -> Tensor:
             return y.unflatten(-1, (-1, self.head_dim))
 
         q_BHTD = rotate(self.q_norm(heads(self.q_proj(x_BTE))).transpose(1, 2), rotary)
         k_BGTD = rotate(self.k_norm(heads(self.k_proj(x_BTE))).transpose(1, 2), rotary)
         v_BGTD = heads(self.v_proj(x_BTE)).transpose(1, 2)
-        out_BHTD = cache.attend(self.index, q_BHTD, k_BGTD, v_BGTD, window=self.window, scale=self.scale)
+        out_BHTD = view.attend(q_BHTD, k_BGTD, v_BGTD, window=self.window, scale=self.scale)
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(2))
 
 

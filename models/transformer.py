@@ -7,7 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
-from .layers import MLP, Attention, Cache, Embedding, Linear, RMSNorm, Rotation, linear, statistics_dtype
+from .layers import (
+    MLP,
+    Attention,
+    Cache,
+    Embedding,
+    LayerView,
+    Linear,
+    RMSNorm,
+    Rotation,
+    linear,
+    statistics_dtype,
+)
 from .moe import SparseMLP
 from .rope import Rotary
 
@@ -23,8 +34,8 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x_BTE: Tensor, rotary: Rotation, cache: Cache) -> Tensor:
-        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), rotary, cache)
+    def forward(self, x_BTE: Tensor, rotary: Rotation, view: LayerView) -> Tensor:
+        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), rotary, view)
         return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
 
 
@@ -62,8 +73,8 @@ class Transformer(nn.Module):
         """
         x_BTE = self.embed_tokens(tokens_BT)
         rotary = self.rotary(positions_BT, statistics_dtype(x_BTE.dtype))
-        for layer in self.layers:
-            x_BTE = cache.run_layer(layer, x_BTE, rotary)
+        for index, layer in enumerate(self.layers):
+            x_BTE = cache.run_layer(index, layer, x_BTE, rotary)
         return self.norm(x_BTE)
 
     def head(self, hidden: Tensor) -> Tensor:

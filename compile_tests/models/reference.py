@@ -5,7 +5,9 @@ Shapes: B batch, T query tokens, H query heads, G KV heads, N slots, D head dim,
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,10 +44,10 @@ def attend(
 
 
 class _Direct:
-    """Runs a model's layers as they are."""
+    """Runs a model's layers as they are, and attends for them."""
 
-    def run_layer(self, layer: nn.Module, x_BTE: Tensor, *args: Any) -> Tensor:
-        return layer(x_BTE, *args, self)
+    def run_layer(self, index: int, layer: nn.Module, x_BTE: Tensor, *args: Any) -> Tensor:
+        return layer(x_BTE, *args, SimpleNamespace(attend=partial(self.attend, index)))
 
 
 class GrowingCache(_Direct):
