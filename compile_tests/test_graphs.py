@@ -1,12 +1,15 @@
 """What is compiled: two graphs a buffer shape, nothing afterwards, and the same tokens as without."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
 
-from compile_tests.tiny import assert_same_state, conversation_state, random_prompt, tiny_model
+from compile_tests.tiny import (
+    assert_same_state,
+    conversation_state,
+    random_prompts,
+    tiny_model,
+)
 from inertiakv import Decoder, EvictionConfig, Sampling
 from inertiakv.cache import bucket
 from inertiakv.graphs import Graphs
@@ -19,10 +22,6 @@ SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=11)
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     return tiny_model(layers=3, heads=6, kv_heads=2, dtype=torch.float32)
-
-
-def random_prompts(lengths: Sequence[int]) -> list[list[int]]:
-    return [random_prompt(length, seed=row) for row, length in enumerate(lengths)]
 
 
 def addresses(decoder: Decoder) -> list[int]:

@@ -77,6 +77,10 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def random_prompts(lengths: Sequence[int]) -> list[list[int]]:
+    return [random_prompt(length, seed=row) for row, length in enumerate(lengths)]
+
+
 def decoder_for(model: Transformer, eviction: EvictionConfig | None, **options: Any) -> Decoder:
     """A decoder that runs eagerly, unless `options` say otherwise."""
     return Decoder(model, eviction, **({"compile": False} | options))

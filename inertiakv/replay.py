@@ -30,7 +30,7 @@ class Replayed:
     """A compiled pass that is run, then recorded, then replayed while its arguments are the same objects and
     all their parameters and buffers are where they were. What cannot be replayed runs as it is."""
 
-    def __init__(self, compiled: Callable[..., None]) -> None:
+    def __init__(self, compiled: Callable[..., Any]) -> None:
         self._compiled = compiled
         self._module: _Module | None = None
         self._fresh = True
@@ -44,21 +44,23 @@ class Replayed:
         """Whether the next call is a replay, as long as nothing moves."""
         return self._calls is not None
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
         if self._fresh:
             self._fresh = False
             with _loaded_modules() as modules:
-                self._compiled(*args)
+                result = self._compiled(*args)
             self._module = _Module.of(modules)
-        elif self._module is None:
-            self._compiled(*args)
-        elif self._calls is not None and self._unmoved(args):
+            return result
+        if self._module is None:
+            return self._compiled(*args)
+        if self._calls is not None and self._unmoved(args):
             for loop, tensors in self._calls:
                 loop(*tensors)
         else:
             self._calls = None
             self._calls = self._module.record(lambda: self._compiled(*args))
             self._remember(args)
+        return None
 
     def _remember(self, args: tuple[Any, ...]) -> None:
         modules = [module for arg in args if isinstance(arg, nn.Module) for module in arg.modules()]
@@ -75,7 +77,8 @@ class Replayed:
 
 
 class _Module:
-    """A module that the compiler wrote, and whose functions do nothing but make buffers and call loops."""
+    """A module that the compiler wrote, whose functions do nothing but make buffers and call loops and return
+    nothing."""
 
     def __init__(self, module: ModuleType, loops: set[str], regions: set[str]) -> None:
         self._names = vars(module)

@@ -85,9 +85,11 @@ class CacheView:
         if self.aggregation is None:
             return _region(layer, kv, self.seen, x_BTE, args)
         scoring = Scoring(self.scored_BN, *self.coefficients[index])
-        # Around FlexAttention a region would hand out the utilities as they went in: a compiler defect.
-        run = _scored_layer if self.seen.backend == "flex" else _scored_region
-        x_BTE, utility_BN = run(layer, kv, self.seen, x_BTE, args, self.utility_BN, scoring)
+        if self.seen.backend == "flex":
+            # What FlexAttention's view is given to hold meanwhile is lost, a compiler defect: no region, so
+            # that utilities can be written in place.
+            return layer(x_BTE, *args, LayerView(kv, self.seen, self.utility_BN, scoring))
+        x_BTE, utility_BN = _scored_region(layer, kv, self.seen, x_BTE, args, self.utility_BN, scoring)
         self.utility_BN.copy_(utility_BN)
         return x_BTE
 
@@ -140,7 +142,11 @@ class LayerView:
             assert weights_BGRN is not None
             scored_BN, *coefficients = self.scoring
             score_BN = scorers.attention(weights_BGRN)
-            self.utility_BN = updated(self.utility_BN, score_BN, scored_BN, *coefficients)
+            utility_BN = updated(self.utility_BN, score_BN, scored_BN, *coefficients)
+            if self.seen.backend == "flex":
+                self.utility_BN.copy_(utility_BN)
+            else:
+                self.utility_BN = utility_BN
         return out_BHTD
 
     def _attention(
@@ -170,7 +176,8 @@ def _region(
     return layer(x_BTE, *args, LayerView(kv, seen, None, None))
 
 
-def _scored_layer(
+@torch.compiler.nested_compile_region
+def _scored_region(
     layer: Callable[..., Tensor],
     kv: LayerCache,
     seen: Seen,
@@ -183,6 +190,3 @@ def _scored_layer(
     x_BTE = layer(x_BTE, *args, view)
     assert view.utility_BN is not None
     return x_BTE, view.utility_BN
-
-
-_scored_region = torch.compiler.nested_compile_region(_scored_layer)
