@@ -85,9 +85,7 @@ class CacheView:
         if self.aggregation is None:
             return _region(layer, kv, self.seen, x_BTE, args)
         scoring = Scoring(self.scored_BN, *self.coefficients[index])
-        # Around FlexAttention a region would hand out the utilities as they went in: a compiler defect.
-        run = _scored_layer if self.seen.backend == "flex" else _scored_region
-        x_BTE, utility_BN = run(layer, kv, self.seen, x_BTE, args, self.utility_BN, scoring)
+        x_BTE, utility_BN = _scored_region(layer, kv, self.seen, x_BTE, args, self.utility_BN, scoring)
         self.utility_BN.copy_(utility_BN)
         return x_BTE
 
@@ -124,7 +122,9 @@ class LayerView:
     def __init__(
         self, kv: LayerCache, seen: Seen, utility_BN: Tensor | None, scoring: Scoring | None
     ) -> None:
-        self.kv, self.seen, self.utility_BN, self.scoring = kv, seen, utility_BN, scoring
+        self.kv, self.seen, self.scoring = kv, seen, scoring
+        # A list, since the compiler loses what is assigned to an attribute once it has traced FlexAttention.
+        self.utilities = [] if utility_BN is None else [utility_BN]
 
     def attend(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int | None, scale: float
@@ -136,11 +136,10 @@ class LayerView:
         k_BGND, v_BGND = self.kv.k_BGND[:, :, :filled], self.kv.v_BGND[:, :, :filled]
         out_BHTD, weights_BGRN = self._attention(q_BHTD, k_BGND, v_BGND, window, scale)
         if self.scoring is not None:
-            assert self.utility_BN is not None
             assert weights_BGRN is not None
             scored_BN, *coefficients = self.scoring
             score_BN = scorers.attention(weights_BGRN)
-            self.utility_BN = updated(self.utility_BN, score_BN, scored_BN, *coefficients)
+            self.utilities.append(updated(self.utilities[-1], score_BN, scored_BN, *coefficients))
         return out_BHTD
 
     def _attention(
@@ -170,7 +169,8 @@ def _region(
     return layer(x_BTE, *args, LayerView(kv, seen, None, None))
 
 
-def _scored_layer(
+@torch.compiler.nested_compile_region
+def _scored_region(
     layer: Callable[..., Tensor],
     kv: LayerCache,
     seen: Seen,
@@ -181,8 +181,4 @@ def _scored_layer(
 ) -> tuple[Tensor, Tensor]:
     view = LayerView(kv, seen, utility_BN, scoring)
     x_BTE = layer(x_BTE, *args, view)
-    assert view.utility_BN is not None
-    return x_BTE, view.utility_BN
-
-
-_scored_region = torch.compiler.nested_compile_region(_scored_layer)
+    return x_BTE, view.utilities[-1]
