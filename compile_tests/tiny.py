@@ -29,6 +29,7 @@ def tiny_model(
     dtype: torch.dtype = torch.float64,
     max_positions: int = 4096,
     hidden: int = 24,
+    head_dim: int = 8,
 ) -> Transformer:
     """A random Llama, or with `windows` (one a layer) a Mistral. No two of its sizes are equal, and attention
     is far from flat. It has no end-of-sequence token."""
@@ -41,7 +42,7 @@ def tiny_model(
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": 8,
+        "head_dim": head_dim,
         "max_position_embeddings": max_positions,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,

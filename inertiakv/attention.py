@@ -29,7 +29,7 @@ BlockLists = tuple[Tensor, Tensor, Tensor, Tensor]
 block of queries how many and which, int32 [B, 1, Q] and [B, 1, Q, K]."""
 
 SPLITS = 8
-"""Parts of the slots that a compiled step on a CPU attends to side by side."""
+"""Parts of the slots that a compiled step attends to side by side."""
 QUERY_BLOCK = 256
 """Queries that dense prefill masks at a time: a [T, N] mask is never made whole."""
 
@@ -188,9 +188,38 @@ def flex_mask(blocks: BlockLists, position_BN: Tensor, query_BT: Tensor, window:
 
 def flex(q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, mask: BlockMask, scale: float) -> Tensor:
     """FlexAttention under a block mask, [B, H, T, D]."""
-    out = flex_attention(q_BHTD, k_BGND, v_BGND, block_mask=mask, scale=scale, enable_gqa=True)
-    assert isinstance(out, Tensor)
-    return out
+    return _flex(q_BHTD, k_BGND, v_BGND, mask, scale, None)[0]
+
+
+def _flex(
+    q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, mask: BlockMask, scale: float, aux: AuxRequest | None
+) -> tuple[Tensor, Tensor | None]:
+    """The output, and the log-sum-exp [B, H, T] where `aux` asks for it.
+
+    The CUDA kernel for single queries splits the slots among programs, and wants a power of two as query
+    heads of a KV head; with 3 or 7 of them one program would walk through all slots. Zeros make up the
+    number.
+    """
+    kv_heads, group = k_BGND.shape[1], q_BHTD.shape[1] // k_BGND.shape[1]
+    missing = (
+        0 if q_BHTD.shape[2] > 1 or q_BHTD.device.type == "cpu" else -group % (1 << (group - 1).bit_length())
+    )
+
+    def real(x_BH: Tensor) -> Tensor:
+        return x_BH.unflatten(1, (kv_heads, -1))[:, :, :group].flatten(1, 2) if missing else x_BH
+
+    if missing:
+        q_BHTD = F.pad(q_BHTD.unflatten(1, (kv_heads, -1)), (0, 0, 0, 0, 0, missing)).flatten(1, 2)
+    found = flex_attention(
+        q_BHTD, k_BGND, v_BGND, block_mask=mask, scale=scale, enable_gqa=True, return_aux=aux
+    )
+    if aux is None:
+        assert isinstance(found, Tensor)
+        return real(found), None
+    out_BHTD, auxiliary = found
+    assert isinstance(out_BHTD, Tensor)
+    assert auxiliary.lse is not None
+    return real(out_BHTD), real(auxiliary.lse)
 
 
 def flex_step(
@@ -201,19 +230,10 @@ def flex_step(
     if q_BHD.device.type == "cpu":
         out_BHTD = flex(q_BHD[:, :, None], k_BGND, v_BGND, mask, scale)
         return out_BHTD[:, :, 0], dense_weights(q_BHD, k_BGND, visible_BN, scale)
-    out_BHTD, aux = flex_attention(
-        q_BHD[:, :, None],
-        k_BGND,
-        v_BGND,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=True,
-        return_aux=AuxRequest(lse=True),
-    )
+    out_BHTD, lse_BH1 = _flex(q_BHD[:, :, None], k_BGND, v_BGND, mask, scale, AuxRequest(lse=True))
+    assert lse_BH1 is not None
     logits_BGRN = _logits(q_BHD, k_BGND, visible_BN, scale)
-    assert isinstance(out_BHTD, Tensor)
-    assert aux.lse is not None
-    lse_BGR1 = rearrange(aux.lse, "b (g r) 1 -> b g r 1", g=k_BGND.shape[1])
+    lse_BGR1 = rearrange(lse_BH1, "b (g r) 1 -> b g r 1", g=k_BGND.shape[1])
     weights_BGRN = torch.exp(logits_BGRN - torch.where(lse_BGR1 == -torch.inf, 0.0, lse_BGR1))
     return out_BHTD[:, :, 0], weights_BGRN
 
@@ -245,18 +265,17 @@ def _logits(q_BHD: Tensor, k_BGND: Tensor, visible_BN: Tensor, scale: float) -> 
 
 def _fuses(k_BGND: Tensor) -> bool:
     """Whether to write the two products of one query's attention as multiplications and sums, one for each
-    query head of a KV head: the compiler then makes loops of its own for CPUs, which read K and V once for
-    all these heads, as they are, split so that all threads have work. The library's matrix product wants a
-    float32 copy first and takes twice as long."""
-    compiled = torch.compiler.is_compiling() and k_BGND.device.type == "cpu"
-    return compiled and k_BGND.shape[2] % SPLITS == 0
+    query head of a KV head: the compiler then makes loops, or one CUDA kernel, of its own, which read K and V
+    once for all these heads, as they are, split so that all threads have work. The library's matrix product
+    wants a float32 copy first."""
+    return torch.compiler.is_compiling() and k_BGND.shape[2] % SPLITS == 0
 
 
 def _blocks(position_BX: Tensor) -> Tensor:
-    """Positions cut into mask blocks, [B, blocks, MASK_BLOCK], the last one filled up with -1."""
-    return F.pad(position_BX, (0, -position_BX.shape[1] % MASK_BLOCK), value=-1).unflatten(
-        1, (-1, MASK_BLOCK)
-    )
+    """Positions cut into mask blocks, [B, blocks, positions of a block], the last one filled up with -1.
+    Fewer than a block of them are one, as they are."""
+    size = min(MASK_BLOCK, position_BX.shape[1])
+    return F.pad(position_BX, (0, -position_BX.shape[1] % size), value=-1).unflatten(1, (-1, size))
 
 
 def _block_range(position_BX: Tensor) -> tuple[Tensor, Tensor]:

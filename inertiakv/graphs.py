@@ -33,19 +33,27 @@ class Graphs:
     stats: GraphStats = field(default_factory=GraphStats)
     _passes: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict)
 
-    def run(self, key: tuple[Any, ...], function: Callable[..., Any], *args: Any, **static: Any) -> Any:
+    def run(
+        self,
+        key: tuple[Any, ...],
+        function: Callable[..., Any],
+        *args: Any,
+        record: bool = True,
+        **static: Any,
+    ) -> Any:
         """`function(*args, **static)` as one graph. The key begins with what the graph is for, and tells
-        apart all shapes and all of `static`."""
+        apart all shapes and all of `static`. `record`: the function returns nothing and its buffers stay
+        where they are, so that it can be recorded, as a CUDA graph or for a CPU, and replayed."""
         if not self.enabled:
             return function(*args, **static)
-        if self.device.type == "cuda":
+        if record and self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         if key in self._passes:
             return self._passes[key](*args)
         if self.on_compile is not None:
             self.on_compile(str(key[0]))
         start = time.perf_counter()
-        self._passes[key] = compiled = self._compile(function, static)
+        self._passes[key] = compiled = self._compile(function, static, record)
         from torch._dynamo.utils import counters  # imported late: the compiler takes seconds to import
 
         breaks = counters["graph_break"].total()
@@ -54,10 +62,14 @@ class Graphs:
         self.stats.breaks += counters["graph_break"].total() - breaks
         return result
 
-    @property
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "triton.cudagraphs": self.device.type == "cuda",
+    def _compile(
+        self, function: Callable[..., Any], static: dict[str, Any], record: bool
+    ) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        graphs = 0
+        settings = {
+            "triton.cudagraphs": record and self.device.type == "cuda",
             # A multiplication and an addition in one instruction, as the library's products have it.
             "cpp.enable_floating_point_contract_flag": "fast",
             # Checks of every input of every layer at every step, of shapes that are ours and do not change.
@@ -65,17 +77,12 @@ class Graphs:
             "alignment_asserts": False,
         }
 
-    def _compile(self, function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
-        from torch._inductor.compile_fx import compile_fx
-
-        graphs = 0
-
         def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
             nonlocal graphs
             graphs += 1
             self.stats.compiled += 1
             self.stats.recompiles += graphs > 1
-            return compile_fx(module, inputs, config_patches=self._settings)
+            return compile_fx(module, inputs, config_patches=settings)
 
         compiled = torch.compile(
             _own(function, static),
@@ -86,7 +93,7 @@ class Graphs:
             # the model again at every step would take as long as several of its layers.
             options={"guard_filter_fn": lambda guards: [False for _ in guards]},
         )
-        return Replayed(compiled) if self.device.type == "cpu" else compiled
+        return Replayed(compiled) if record and self.device.type == "cpu" else compiled
 
 
 def _own(function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:

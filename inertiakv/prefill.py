@@ -97,4 +97,5 @@ class Prefill:
         if self.method.backend == "dense":
             return chunk_step(*args, end_slot, start_slot)
         key = ("prompt chunk", cache.shape, tokens_BT.shape)
-        return self.graphs.run(key, chunk_step, *args, None, None)
+        # Not recorded: prompt caches come and go, and chunks are long enough to hide the time of launching.
+        return self.graphs.run(key, chunk_step, *args, None, None, record=False)

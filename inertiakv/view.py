@@ -85,10 +85,6 @@ class CacheView:
         if self.aggregation is None:
             return _region(layer, kv, self.seen, x_BTE, args)
         scoring = Scoring(self.scored_BN, *self.coefficients[index])
-        if self.seen.backend == "flex":
-            # What FlexAttention's view is given to hold meanwhile is lost, a compiler defect: no region, so
-            # that utilities can be written in place.
-            return layer(x_BTE, *args, LayerView(kv, self.seen, self.utility_BN, scoring))
         x_BTE, utility_BN = _scored_region(layer, kv, self.seen, x_BTE, args, self.utility_BN, scoring)
         self.utility_BN.copy_(utility_BN)
         return x_BTE
@@ -127,6 +123,8 @@ class LayerView:
         self, kv: LayerCache, seen: Seen, utility_BN: Tensor | None, scoring: Scoring | None
     ) -> None:
         self.kv, self.seen, self.utility_BN, self.scoring = kv, seen, utility_BN, scoring
+        # A list: a new value of an attribute would be lost around FlexAttention, a compiler defect.
+        self.scored: list[Tensor] = []
 
     def attend(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int | None, scale: float
@@ -142,11 +140,7 @@ class LayerView:
             assert weights_BGRN is not None
             scored_BN, *coefficients = self.scoring
             score_BN = scorers.attention(weights_BGRN)
-            utility_BN = updated(self.utility_BN, score_BN, scored_BN, *coefficients)
-            if self.seen.backend == "flex":
-                self.utility_BN.copy_(utility_BN)
-            else:
-                self.utility_BN = utility_BN
+            self.scored.append(updated(self.utility_BN, score_BN, scored_BN, *coefficients))
         return out_BHTD
 
     def _attention(
@@ -188,5 +182,4 @@ def _scored_region(
 ) -> tuple[Tensor, Tensor]:
     view = LayerView(kv, seen, utility_BN, scoring)
     x_BTE = layer(x_BTE, *args, view)
-    assert view.utility_BN is not None
-    return x_BTE, view.utility_BN
+    return x_BTE, view.scored[-1]
