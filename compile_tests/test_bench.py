@@ -150,7 +150,7 @@ def nodes_of_a_step(contender: ours.Ours) -> int:
         return module.forward
 
     graphs = Graphs(True, contender.device)
-    graphs._compile = lambda function, static: torch.compile(  # type: ignore[method-assign]
+    graphs._compile = lambda function, static, record: torch.compile(  # type: ignore[method-assign]
         lambda *args: function(*args, **static), backend=backend, fullgraph=True, dynamic=False
     )
     with torch.no_grad():
@@ -214,7 +214,7 @@ def test_compiled_without_what_only_other_scripts_need() -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["read_gb_per_s"] > 0.5
-    assert result["read_by"].startswith("float32")
+    assert "float32" in result["read_by"]
     lazy4 = by_name(result)["lazy4"]
     assert lazy4["graphs"] == {"compiled": 2, "breaks": 0, "recompiles": 0}
     assert lazy4["compile_seconds"] > 0
