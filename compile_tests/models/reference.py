@@ -5,9 +5,7 @@ Shapes: B batch, T query tokens, H query heads, G KV heads, N slots, D head dim,
 
 import copy
 import json
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +45,15 @@ class _Direct:
     """Runs a model's layers as they are, and attends for them."""
 
     def run_layer(self, index: int, layer: nn.Module, x_BTE: Tensor, *args: Any) -> Tensor:
-        return layer(x_BTE, *args, SimpleNamespace(attend=partial(self.attend, index)))
+        return layer(x_BTE, *args, _Layer(self, index))
+
+
+class _Layer:
+    def __init__(self, cache: Any, index: int) -> None:
+        self.cache, self.index = cache, index
+
+    def attend(self, *args: Tensor, **options: Any) -> Tensor:
+        return self.cache.attend(self.index, *args, **options)
 
 
 class GrowingCache(_Direct):
