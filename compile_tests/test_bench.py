@@ -76,6 +76,7 @@ def test_one_object_says_everything(both_batches: dict[str, Any]) -> None:
         "name": "tiny",
         "source": "made in memory",
         "layers": 2,
+        "quantize": None,
         "parameters": 2 * LAYER + 64 + 2 * 512 * 64,
     }
     assert not both_batches["skipped"]
