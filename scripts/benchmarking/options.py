@@ -14,7 +14,7 @@ import torch
 
 from inertiakv import POLICIES, EvictionConfig, policy
 from models.config import parse_dtype
-from models.quantize import QUANTIZED, check_quantize
+from models.quantize import QUANTIZED
 
 from .rivals import RIVALS, check_rival
 from .shapes import SHAPES, shape
@@ -75,7 +75,6 @@ def parse(argv: Sequence[str], description: str | None) -> Options:
     if args.out is not None and not args.out.parent.is_dir():
         raise FileNotFoundError(f"no folder {args.out.parent} for --out")
     dtypes: list[str | torch.dtype] = [parse_dtype(name) for name in args.dtype or []]
-    check_quantize(args.quantize)
     device = _device(args.device)
 
     changes = {"compression": args.compression, "budget": args.budget}
@@ -159,7 +158,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         type=_names,
         help="bfloat16, float32, ... (default: the checkpoint's; for shapes bfloat16)",
     )
-    add("--quantize", metavar="Q", help=f"the weights: {', '.join(QUANTIZED)} (default: not)")
+    add("--quantize", choices=QUANTIZED, help="the weights of linear layers (default: not)")
     add("--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: cuda, or else cpu)")
 
     add = parser.add_argument_group("who decodes it").add_argument
