@@ -203,7 +203,8 @@ def test_compiled_without_what_only_other_scripts_need() -> None:
     """As on a bare machine: neither the command-line packages nor an installed checkout."""
     program = (
         "import sys, runpy\n"
-        "for name in ('tyro', 'tqdm', 'docstring_parser', 'jinja2', 'gguf', 'matplotlib', 'pytest', 'torchao'):\n"
+        "for name in ('tyro', 'tqdm', 'docstring_parser', 'jinja2', 'gguf', 'matplotlib', 'pytest',\n"
+        "             'torchao'):\n"
         "    sys.modules[name] = None\n"
         "sys.argv = ['bench.py', *sys.argv[1:]]\n"
         f"runpy.run_path({str(ROOT / 'scripts' / 'bench.py')!r}, run_name='__main__')\n"
