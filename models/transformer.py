@@ -59,7 +59,7 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed_tokens.weight.dtype
+        return self.norm.weight.dtype  # of what is never quantised
 
     @property
     def device(self) -> torch.device:
@@ -79,4 +79,5 @@ class Transformer(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states: [..., E] -> [..., V] in the model's dtype."""
-        return linear(hidden, (self.lm_head or self.embed_tokens).weight)
+        table = self.lm_head or self.embed_tokens
+        return linear(hidden, table.weight, scale_O1=table.scale)

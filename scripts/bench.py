@@ -89,6 +89,7 @@ def measure(options: Options) -> Iterator[dict[str, Any]]:
             "name": options.name,
             "source": model.source,
             "layers": model.config.num_layers,
+            "quantize": options.quantize,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
         for context, batch in itertools.product(options.contexts, options.batches):
@@ -143,10 +144,11 @@ def load(options: Options, dtype: str | torch.dtype) -> tuple[Transformer, dict[
     if options.shape is not None:
         assert isinstance(dtype, torch.dtype)
         raw = shape(options.shape, options.layers)
-        return random_model(raw, dtype, options.device), raw
+        return random_model(raw, dtype, options.device, options.quantize), raw
     folder, _ = find_folder(options.name)
     raw = json.loads((folder / "config.json").read_text())
-    return load_model(options.name, dtype=dtype, device=options.device)[0], raw
+    model, _ = load_model(options.name, dtype=dtype, device=options.device, quantize=options.quantize)
+    return model, raw
 
 
 def new_case(options: Options, model: Transformer, raw: dict[str, Any], context: int, batch: int) -> Case:
@@ -273,6 +275,7 @@ def compile_times(options: Options) -> dict[str, float]:
     argv += ["--context", str(options.contexts[0]), "--batch", str(options.batches[0])]
     argv += ["--shape", options.shape] if options.shape else ["--model", options.name]
     argv += ["--layers", str(options.layers)] if options.layers else []
+    argv += ["--quantize", options.quantize] if options.quantize else []
     if options.dtypes[0] != "auto":
         argv += ["--dtype", str(options.dtypes[0])]
     if (eviction := policies[chosen]) is not None:

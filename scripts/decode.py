@@ -104,6 +104,8 @@ class MachineOptions:
     """A folder, a name on the Hugging Face hub, or smollm2-135m."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """auto: as the checkpoint has it."""
+    quantize: Annotated[Literal["int8"] | None, tyro.conf.arg(help_behavior_hint="")] = None
+    """Weights of linear layers as int8, half of bfloat16's bytes. Needs torchao."""
     device: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: cuda, or else cpu)")] = None
     """cpu, cuda, cuda:1, ..."""
     attention: Literal["auto", "dense", "flex"] = "auto"
@@ -162,6 +164,7 @@ def decode(args: Arguments) -> None:
         "name": args.machine.model,
         "source": str(model.source),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "quantize": args.machine.quantize,
         "device": str(model.device),
     }
 
@@ -258,7 +261,7 @@ def check_machine(args: MachineOptions) -> None:
 
 def load(args: MachineOptions) -> tuple[Any, Any]:
     try:
-        return load_model(args.model, dtype=args.dtype, device=args.device)
+        return load_model(args.model, dtype=args.dtype, device=args.device, quantize=args.quantize)
     except (RuntimeError, ImportError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

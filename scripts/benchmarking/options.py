@@ -14,6 +14,7 @@ import torch
 
 from inertiakv import POLICIES, EvictionConfig, policy
 from models.config import parse_dtype
+from models.quantize import QUANTIZED
 
 from .rivals import RIVALS, check_rival
 from .shapes import SHAPES, shape
@@ -30,6 +31,7 @@ class Options:
     contexts: list[int]
     batches: list[int]
     dtypes: list[str | torch.dtype]
+    quantize: str | None
     device: torch.device
     policies: dict[str, EvictionConfig | None]
     against: list[str]
@@ -86,6 +88,8 @@ def parse(argv: Sequence[str], description: str | None) -> Options:
         raise ValueError("nothing to measure: give --policies or --against")
     if changes and not any(config is not None for config in policies.values()) and not _evict(args.against):
         raise ValueError(f"--{next(iter(changes))} has no effect: nothing here evicts")
+    if args.quantize and args.against:
+        raise ValueError(f"{args.against[0]} cannot share quantised weights: give --against none")
     if args.profile and not policies:
         raise ValueError("--profile needs a policy to look into")
     if args.compile_times and (args.no_compile or not policies):
@@ -104,6 +108,7 @@ def parse(argv: Sequence[str], description: str | None) -> Options:
         layers=args.layers,
         contexts=args.context,
         batches=args.batch,
+        quantize=args.quantize,
         dtypes=dtypes or ["auto" if args.shape is None else torch.bfloat16],
         device=device,
         policies=policies,
@@ -153,6 +158,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         type=_names,
         help="bfloat16, float32, ... (default: the checkpoint's; for shapes bfloat16)",
     )
+    add("--quantize", choices=QUANTIZED, help="the weights of linear layers (default: not)")
     add("--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: cuda, or else cpu)")
 
     add = parser.add_argument_group("who decodes it").add_argument

@@ -80,7 +80,8 @@ def _setting(contender: dict[str, Any]) -> tuple[str, int, int]:
 
 
 def _title(result: dict[str, Any], dtype: str, context: int, batch: int) -> str:
-    title = f"{result['model']['name']}, {dtype}, {context:,} tokens of context, batch {batch}"
+    weights = f", {quantize} weights" if (quantize := result["model"].get("quantize")) else ""
+    title = f"{result['model']['name']}, {dtype}{weights}, {context:,} tokens of context, batch {batch}"
     lengths = next(c["lengths"] for c in result["contenders"] if _setting(c) == (dtype, context, batch))
     return title if batch == 1 else f"{title} ({min(lengths):,} to {max(lengths):,} tokens a row)"
 

@@ -9,10 +9,13 @@ import torch
 
 from inertiakv import memory
 from models import Transformer, parse_config
+from models.quantize import make_room
 
 NOISE = 4_194_301
 """Random numbers that are made; larger tensors repeat them. A prime, so that no two rows are alike."""
 SCALE = 0.02
+INT8_SCALE = 32.0
+"""What quantised weights have in place of it."""
 
 
 def _llama(
@@ -133,22 +136,29 @@ def shape(name: str, layers: int | None) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def random_model(raw: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Transformer:
+def random_model(
+    raw: dict[str, Any], dtype: torch.dtype, device: torch.device, quantize: str | None = None
+) -> Transformer:
     """A model of a config.json with made-up weights, made where they stay. MemoryError where they do not
     fit."""
     with torch.device("meta"):
-        model = Transformer(parse_config(raw))
-    size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+        model = Transformer(parse_config(raw)).to(dtype)
+        if quantize is not None:
+            make_room(model)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     memory.require({"weights": size}, device)
-    model.to(dtype).to_empty(device=device)
+    model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
-    noise = torch.randn(NOISE, generator=generator, device=device).mul_(SCALE).to(dtype)
+    noise = torch.randn(NOISE, generator=generator, device=device)
+    weights = {dtype: (noise * SCALE).to(dtype), torch.int8: (noise * INT8_SCALE).clamp(-127, 127).char()}
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
+        elif name.endswith(".scale"):
+            parameter.fill_(SCALE / INT8_SCALE)
         else:
             for part in parameter.view(-1).split(NOISE):
-                part.copy_(noise[: len(part)])
+                part.copy_(weights[parameter.dtype][: len(part)])
     return model
 
 

@@ -1,0 +1,77 @@
+"""Weight-only int8: the matrices of linear layers as whole numbers, each row with a scale of its own.
+
+Half the bytes of bfloat16, and a decode step reads half of them. Activations, norms and the KV cache stay in
+the model's dtype. An embedding table is quantised where it is the vocabulary head as well.
+
+Shapes: O and I rows and columns of a matrix.
+"""
+
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layers import Embedding, Linear
+from .transformer import Transformer
+
+QUANTIZED = ("int8",)
+_AT_ONCE = 2**25
+"""Numbers that are quantised at once: their float32 copies are all that it takes beside the result."""
+
+
+def check_quantize(quantize: str | None) -> None:
+    """Raise ValueError for a quantisation that is not known, or where torchao is not installed."""
+    if quantize is None:
+        return
+    if quantize not in QUANTIZED:
+        raise ValueError(f"quantize {quantize!r} is not supported; supported: None, {', '.join(QUANTIZED)}")
+    _torchao()
+
+
+def make_room(model: Transformer) -> None:
+    """Turn the matrices of a model without values yet, on the meta device, into int8 with scales in the
+    model's dtype. Raises ValueError for a mixture of experts."""
+    if model.config.moe is not None:
+        raise ValueError("quantize: the experts of a mixture are not quantised; load it without")
+    for matrix in _matrices(model):
+        rows, device = matrix.weight.shape[0], matrix.weight.device
+        scale_O1 = torch.empty(rows, 1, dtype=model.dtype, device=device)
+        matrix.weight = nn.Parameter(matrix.weight.to(torch.int8), requires_grad=False)
+        matrix.scale = nn.Parameter(scale_O1, requires_grad=False)
+
+
+def quantize_into(source_OI: Tensor, weight_OI: Tensor, scale_O1: Tensor) -> None:
+    """Fill `weight_OI` and `scale_O1` from a matrix, on the device where they are."""
+    ao = _torchao()
+    columns = source_OI.shape[1]
+    rows = max(1, _AT_ONCE // columns)
+    for source, weight, scale in zip(*(t.split(rows) for t in (source_OI, weight_OI, scale_O1)), strict=True):
+        values = source.to(weight.device, torch.float32)
+        block = (1, columns)
+        chosen, zero = ao.choose_qparams_affine(
+            values, ao.MappingType.SYMMETRIC, block, torch.int8, eps=torch.finfo(torch.float32).eps
+        )
+        # The scale is rounded to its dtype first, and numbers are chosen for what it then is.
+        scale.copy_(chosen[:, None])
+        weight.copy_(ao.quantize_affine(values, block, scale[:, 0].to(torch.float32), zero, torch.int8))
+
+
+def _matrices(model: Transformer) -> Iterator[Linear | Embedding]:
+    yield from (module for module in model.modules() if isinstance(module, Linear))
+    if model.config.tie_embeddings:
+        yield model.embed_tokens
+
+
+def _torchao() -> Any:
+    """The module with torchao's arithmetic of quantisation, imported without what it says of GPU kernels."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        return importlib.import_module("torchao.quantization.quant_primitives")
+    except ImportError as error:
+        raise ValueError(f"quantize needs torchao: pip install 'inertiakv[quant]' ({error})") from error
+    finally:
+        logging.disable(before)
