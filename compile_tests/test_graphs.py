@@ -1,5 +1,7 @@
 """What is compiled: two graphs a buffer shape, nothing afterwards, and the same tokens as without."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -107,6 +109,37 @@ def test_flex_and_dense_agree_compiled(heads: int, kv_heads: int, windows: list[
     assert runs["dense"].tokens == runs["flex"].tokens
     assert runs["dense"].stats.graphs.compiled == 2
     assert runs["flex"].stats.graphs.compiled == 4  # and two lengths of prompt chunks
+
+
+@pytest.mark.slow
+def test_layers_that_are_all_unlike_can_be_compiled() -> None:
+    class Unlike(torch.nn.Module):
+        def __init__(self, layer: torch.nn.Module, index: int) -> None:
+            super().__init__()
+            self.layer, self.index = layer, index
+
+        def forward(self, x_BTE: Tensor, *args: Any) -> Tensor:
+            return self.layer(x_BTE, *args) * (1 + self.index / 8)
+
+    model = tiny_model(layers=10, dtype=torch.float32)
+    model.layers = torch.nn.ModuleList(Unlike(layer, index) for index, layer in enumerate(model.layers))
+    tokens = [
+        Decoder(model, EvictionConfig(budget=30, refresh="once"), compile=compile)
+        .generate(random_prompts((50,)), 6, eos_token_ids=[])
+        .tokens
+        for compile in (True, False)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_the_first_token_does_not_wait_for_the_compiler(model: Transformer) -> None:
+    compiling: list[str] = []
+    decoder = Decoder(model, LAZY, compile=True, on_compile=compiling.append)
+    stream = decoder.stream(random_prompts((64,))[0], 4, eos_token_ids=[])
+    next(stream)
+    assert compiling == []
+    assert len(list(stream)) == 3
+    assert compiling == ["decode step", "refresh step"]
 
 
 def test_any_number_of_shapes_can_be_compiled() -> None:

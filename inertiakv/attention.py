@@ -68,6 +68,11 @@ def dense_step(
     q_BHD: Tensor, k_BGND: Tensor, v_BGND: Tensor, visible_BN: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query a row: the output [B, H, D] and the weights [B, G, R, N] that made it."""
+    if not torch.compiler.is_compiling() and k_BGND.device.type == "cpu" and len(q_BHD) > 1:
+        # Row by row: a whole batch's K and V in float32 take longer to be given memory than to be used.
+        rows = zip(*(x.split(1) for x in (q_BHD, k_BGND, v_BGND, visible_BN)), strict=True)
+        outs, weights = zip(*(dense_step(*row, scale) for row in rows), strict=True)
+        return torch.cat(outs), torch.cat(weights)
     mass_BGRN, total_BGR1 = _masses(q_BHD, k_BGND, visible_BN, scale)
     if _fuses(k_BGND):
         mass_BGRCM = mass_BGRN.unflatten(-1, (SPLITS, -1))

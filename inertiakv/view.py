@@ -7,6 +7,7 @@ dim.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -27,6 +28,13 @@ from .attention import (
     visible,
 )
 from .cache import LayerCache, SlotCache
+
+# Layers that read their own index, say, are all unlike: that is slow to compile, but no error.
+_ANY_NUMBER: dict[str, Any] = (
+    {"max_reuse_entries": 1 << 20}
+    if "max_reuse_entries" in inspect.signature(torch.compiler.nested_compile_region).parameters
+    else {}
+)
 
 
 class CacheView:
@@ -163,14 +171,14 @@ class LayerView:
         return out_BHD[:, :, None], weights
 
 
-@torch.compiler.nested_compile_region
+@torch.compiler.nested_compile_region(**_ANY_NUMBER)
 def _region(
     layer: Callable[..., Tensor], kv: LayerCache, seen: Seen, x_BTE: Tensor, args: tuple[Any, ...]
 ) -> Tensor:
     return layer(x_BTE, *args, LayerView(kv, seen, None, None))
 
 
-@torch.compiler.nested_compile_region
+@torch.compiler.nested_compile_region(**_ANY_NUMBER)
 def _scored_region(
     layer: Callable[..., Tensor],
     kv: LayerCache,
