@@ -1,6 +1,8 @@
 """Replaying a compiled step on a CPU: what it calls, and when it must be recorded anew."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -69,6 +71,16 @@ def test_other_buffers_of_the_same_shape_are_noticed(model: torch.nn.Module, dec
     kept = copy.deepcopy(decoder.cache)  # takes the freed memory, so that the next cache lies elsewhere
     assert decoder.generate(prompts, 16, eos_token_ids=[]).tokens == first
     assert kept is not None
+
+
+def test_a_replaced_cache_gives_its_memory_back(decoder: Decoder) -> None:
+    decoder.generate(random_prompts((90, 61)), 12, eos_token_ids=[])
+    assert all(replayed.replays for replayed in passes(decoder).values())
+    assert decoder.cache is not None
+    old = weakref.ref(decoder.cache.layers[0].k_BGND)
+    decoder.generate(random_prompts((90, 61, 30)), 2, eos_token_ids=[])
+    gc.collect()
+    assert old() is None
 
 
 def test_a_changed_weight_is_seen(decoder: Decoder) -> None:

@@ -71,7 +71,7 @@ def dense_step(
     if not torch.compiler.is_compiling() and k_BGND.device.type == "cpu" and len(q_BHD) > 1:
         # Row by row: a whole batch's K and V in float32 take longer to be given memory than to be used.
         rows = zip(*(x.split(1) for x in (q_BHD, k_BGND, v_BGND, visible_BN)), strict=True)
-        outs, weights = zip(*(dense_step(*row, scale) for row in rows), strict=True)
+        outs, weights = zip(*(dense_step(q, k, v, seen, scale) for q, k, v, seen in rows), strict=True)
         return torch.cat(outs), torch.cat(weights)
     mass_BGRN, total_BGR1 = _masses(q_BHD, k_BGND, visible_BN, scale)
     if _fuses(k_BGND):

@@ -62,6 +62,12 @@ class Graphs:
         self.stats.breaks += counters["graph_break"].total() - breaks
         return result
 
+    def forget_recordings(self) -> None:
+        """Let go of the buffers that recordings hold. The next run of a pass records it anew."""
+        for compiled in self._passes.values():
+            if isinstance(compiled, Replayed):
+                compiled.forget()
+
     def _compile(
         self, function: Callable[..., Any], static: dict[str, Any], record: bool
     ) -> Callable[..., Any]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -44,6 +44,10 @@ class Replayed:
         """Whether the next call is a replay, as long as nothing moves."""
         return self._calls is not None
 
+    def forget(self) -> None:
+        """Drop the recording, which keeps all buffers alive that it reads and writes."""
+        self._calls, self._args, self._places = None, (), []
+
     def __call__(self, *args: Any) -> Any:
         if self._fresh:
             self._fresh = False
@@ -57,7 +61,7 @@ class Replayed:
             for loop, tensors in self._calls:
                 loop(*tensors)
         else:
-            self._calls = None
+            self.forget()
             self._calls = self._module.record(lambda: self._compiled(*args))
             self._remember(args)
         return None
@@ -116,18 +120,22 @@ class _Module:
         All that a loop takes stays alive with its note. A region's own buffers, which nothing outside it
         reads, are shared by all its runs, as the memory allocator would have it.
         """
+        recorder = threading.get_ident()
         calls: list[Call] = []
         templates: dict[str, list[Call]] = {}
 
         def noted(loop: Callable[..., None]) -> Callable[..., None]:
             def call(*tensors: Any) -> None:
-                calls.append((loop, list(tensors)))
+                if threading.get_ident() == recorder:  # another decoder may run the same module meanwhile
+                    calls.append((loop, list(tensors)))
                 loop(*tensors)
 
             return call
 
         def shared(name: str, region: Callable[[list[Any]], tuple[Any, ...]]) -> Callable[..., Any]:
             def call(args: list[Any]) -> tuple[Any, ...]:
+                if threading.get_ident() != recorder:
+                    return region(args)
                 first, outside = len(calls), _storages(args)
                 outputs = region(args)
                 outside |= _storages(outputs)
@@ -141,10 +149,13 @@ class _Module:
 
             return call
 
-        stand_ins = {name: noted(self._names[name]) for name in self._loops}
-        stand_ins |= {name: shared(name, self._names[name]) for name in self._regions}
-        with patch.dict(self._names, stand_ins):
+        originals = {name: self._names[name] for name in self._loops | self._regions}
+        self._names.update({name: noted(self._names[name]) for name in self._loops})
+        self._names.update({name: shared(name, self._names[name]) for name in self._regions})
+        try:
             run()
+        finally:
+            self._names.update(originals)
         return calls
 
 
@@ -154,14 +165,17 @@ def _loaded_modules() -> Iterator[list[ModuleType]]:
     from torch._inductor.codecache import PyCodeCache  # imported late: the compiler takes seconds to import
 
     modules: list[ModuleType] = []
-    load = PyCodeCache.load_by_key_path
+    original, load = vars(PyCodeCache)["load_by_key_path"], PyCodeCache.load_by_key_path
 
     def noted(*args: Any, **kwargs: Any) -> ModuleType:
         modules.append(load(*args, **kwargs))
         return modules[-1]
 
-    with patch.object(PyCodeCache, "load_by_key_path", noted):
+    PyCodeCache.load_by_key_path = noted  # type: ignore[method-assign]
+    try:
         yield modules
+    finally:
+        PyCodeCache.load_by_key_path = original  # type: ignore[method-assign]
 
 
 def _calls(function: ast.FunctionDef) -> set[str]:
