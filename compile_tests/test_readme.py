@@ -170,7 +170,7 @@ def test_the_table_of_speeds_is_the_measured_one() -> None:
     results = json.loads((ROOT / "benchmarks/smollm2-135m-cpu.json").read_text())
     measured = {(c["name"], c["dtype"]): c for c in results["contenders"] if c["batch"] == 1}
     rows = table(README.split("<!-- speed -->")[1].split("<!-- /speed -->")[0])
-    assert len(rows) == 4
+    assert len(rows) == 6
     for policy, *rest in rows:
         name = policy.strip("`")
         low, full = measured[name, "bfloat16"], measured[name, "float32"]
@@ -179,3 +179,5 @@ def test_the_table_of_speeds_is_the_measured_one() -> None:
             f"{low['cache_bytes'] / 1e6:.1f} MB",
         ]
         assert rest == expected
+    compiled = results["compile_seconds"]
+    assert f"{compiled['cold']:.0f} s to compile, and {compiled['warm']:.0f} s with" in README
