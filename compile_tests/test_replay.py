@@ -75,7 +75,7 @@ def test_other_buffers_of_the_same_shape_are_noticed(model: torch.nn.Module, dec
 
 def test_a_replaced_cache_gives_its_memory_back(decoder: Decoder) -> None:
     decoder.generate(random_prompts((90, 61)), 12, eos_token_ids=[])
-    assert all(replayed.replays for replayed in passes(decoder).values())
+    assert any(replayed.replays for replayed in decoder.graphs._passes.values())
     assert decoder.cache is not None
     old = weakref.ref(decoder.cache.layers[0].k_BGND)
     decoder.generate(random_prompts((90, 61, 30)), 2, eos_token_ids=[])
