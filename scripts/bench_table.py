@@ -28,7 +28,8 @@ writes. Change neither by hand.
 * **ms/step**: wall-clock milliseconds of a decode step, bookkeeping on the host included: the median, and the
   10th and 90th percentiles. Contenders take turns in one process, a block of steps each. Where a policy
   scores at some steps only, a sample is the mean of a whole period, and *scoring/other* gives both kinds.
-* **of ...**: the time as a part of the reference's; smaller is faster.
+* **of ...**: the time as a part of the reference's; smaller is faster. The median of what the rounds say, in
+  each of which both were measured within seconds: not the ratio of the medians beside it.
 * **of the limit**: the least time that reading takes (weights once, kept K and V once, at the bandwidth that
   was measured between the contenders' turns) as a part of the time taken; 1.00 cannot be beaten.
 * **of batch 1**: token/s as a multiple of those of the same contender at batch 1.

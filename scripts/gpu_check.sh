@@ -12,6 +12,7 @@
 set -uo pipefail
 
 python=${PYTHON:-python3}
+"$python" -c "import torch, pytest" || { echo "error: $python has no torch or no pytest; set PYTHON" >&2; exit 2; }
 device=${DEVICE:-cuda}
 shape=${SHAPE:-llama-3.1-8b}
 contexts=${CONTEXTS:-65536 32768 16384}

@@ -30,7 +30,10 @@ def main(folder: Path, device: str, target: Path | None) -> int:
         if (file := folder / f"{part['name']}.json").is_file()
     }
     result = combined(measured) | {"parts": parts}
-    target = target or ROOT / "benchmarks" / f"{_machine_name(result)}.json"
+    if target is None:
+        # Where nothing was measured there is nothing for the page of benchmarks either.
+        folder = ROOT / "benchmarks" if measured else Path.cwd()
+        target = folder / f"{_machine_name(result) if measured else 'gpu_check'}.json"
     target.write_text(json.dumps(result, indent=1) + "\n")
     if any(contender.get("profile") for contender in result["contenders"]):
         breakdown.draw(result["contenders"], target.with_suffix(".png"), print)

@@ -15,7 +15,7 @@ BENCH = Path(__file__).resolve().parents[1] / "bench.py"
 
 def compile_seconds(options: Sequence[str]) -> dict[str, float]:
     """Seconds of `bench.py` with `options`, cold and warm, each in a process of its own: all that its first
-    steps took longer than later ones, loading the compiler included. Raises RuntimeError where it fails."""
+    steps took longer than later ones, loading the compiler included. Raises ValueError where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         return {name: _seconds(options, folder) for name in ("cold", "warm")}
 
@@ -30,5 +30,5 @@ def _seconds(options: Sequence[str], folder: str) -> float:
         check=False,
     )
     if run.returncode:
-        raise RuntimeError(f"measuring compile times failed: {(run.stderr.splitlines() or ['?'])[-1]}")
+        raise ValueError(f"measuring compile times failed: {(run.stderr.splitlines() or ['?'])[-1]}")
     return float(json.loads(run.stdout)["contenders"][0]["compile_seconds"])

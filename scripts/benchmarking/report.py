@@ -91,7 +91,7 @@ def _row(contender: dict[str, Any], result: dict[str, Any]) -> Row:
     merged = contender.get("merged_from", {}).get("name")
     alone = _tokens_per_second_alone(contender, result)
     return {
-        "contender": contender["name"] + (f" ({merged})" if merged else ""),
+        "contender": contender["name"] + "".join(f" ({of})" for of in (contender.get("part"), merged) if of),
         "ms/step": f"{ms['median']:.2f}",
         "p10 to p90": f"{ms['p10']:.2f} to {ms['p90']:.2f}",
         "scoring/other": f"{kinds['refresh']:.2f}/{kinds['plain']:.2f}" if kinds else "",

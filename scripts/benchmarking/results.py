@@ -15,8 +15,9 @@ def read(file: Path) -> dict[str, Any]:
         result = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(result, dict) or any(key not in result for key in NEEDED):
-        raise ValueError(f"{file} is no results file of bench.py: it has no {', no '.join(NEEDED)}")
+    missing = [key for key in NEEDED if not isinstance(result, dict) or key not in result]
+    if missing:
+        raise ValueError(f"{file} is no results file of bench.py: it has no {', no '.join(missing)}")
     return result
 
 
