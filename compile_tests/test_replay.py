@@ -98,6 +98,44 @@ def test_a_changed_weight_is_seen(decoder: Decoder) -> None:
     assert after != before
 
 
+def test_a_changed_submodule_is_seen(decoder: Decoder) -> None:
+    model, other = copy.deepcopy(decoder.model), tiny_model(seed=5, layers=4, dtype=torch.float32)
+    own = Decoder(model, CONFIG, compile=True)
+    prompts = random_prompts((50,))
+    before = own.generate(prompts, 12, eos_token_ids=[]).tokens
+    model.lm_head, model.layers[1].mlp = other.lm_head, other.layers[1].mlp
+    after = own.generate(prompts, 12, eos_token_ids=[]).tokens
+    assert after == eager(model, prompts, 12)
+    assert after != before
+    with torch.no_grad():
+        weight = model.layers[2].mlp.up_proj.weight
+        turned = torch.nn.Parameter((-weight).t().contiguous().t(), requires_grad=False)
+        model.layers[2].mlp.up_proj.weight = turned
+    with pytest.raises(ValueError, match="another shape, layout or dtype"):
+        own.generate(prompts, 12, eos_token_ids=[])
+
+
+def test_a_reset_compiler_is_noticed(model: torch.nn.Module) -> None:
+    decoder, prompts = Decoder(model, CONFIG, compile=True), random_prompts((50,))
+    expected = eager(model, prompts, 14)
+    for tokens in (3, 14):
+        torch._dynamo.reset()
+        assert decoder.generate(prompts, tokens, eos_token_ids=[]).tokens[0] == expected[0][:tokens]
+    assert all(replayed.replays for replayed in passes(decoder).values())
+
+
+def test_caches_of_former_turns_are_let_go(model: torch.nn.Module) -> None:
+    decoder = Decoder(model, None, compile=True)
+    decoder.generate(random_prompts((100,)), 6, eos_token_ids=[])
+    decoder.extend(random_prompts((300,)), max_new_tokens=6)
+    decoder.decode(6, eos_token_ids=[])
+    assert decoder.cache is not None
+    old = weakref.ref(decoder.cache.layers[0].k_BGND)
+    decoder.generate(random_prompts((100,)), 2, eos_token_ids=[])
+    gc.collect()
+    assert old() is None
+
+
 def test_what_calls_the_library_is_not_replayed(model: torch.nn.Module) -> None:
     """Sampling sorts, which the compiler leaves to the library: replaying its own loops would not be all."""
     decoder = Decoder(model, CONFIG, compile=True)

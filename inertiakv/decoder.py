@@ -230,6 +230,7 @@ class Decoder:
         saved.load(self, path)
 
     def _forget(self) -> None:
+        self.graphs.forget_recordings()
         self.cache = None
         self.stats = Stats([], [])
         self._overfull = False  # the cache holds whole prompts, which the next step evicts to budget
@@ -283,6 +284,7 @@ class Decoder:
         cache = self._conversation()
         keep_BN = cache.position_BN > EMPTY if keep_BN is None else keep_BN
         target.budget_B.copy_(cache.budget_B)
+        self.graphs.forget_recordings()  # of steps in the cache that is left, which they would keep alive
         target.take_from(cache, keep_BN, release=not self.buffers.is_decode_cache(cache))
         self.cache = target
 

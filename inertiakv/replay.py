@@ -9,6 +9,7 @@ which loops, on which tensors. A replay calls just these.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from torch import nn
 Call = tuple[Callable[..., None], list[Any]]
 """A compiled loop, and what it takes."""
 
+_one_at_a_time = threading.Lock()
 _HARMLESS = {"empty_strided_cpu", "reinterpret_tensor", "assert_size_stride", "args.clear"}
 """What a generated function may call beside loops and regions for a replay of the loops to be all of it."""
 
@@ -35,7 +37,9 @@ class Replayed:
         self._module: _Module | None = None
         self._fresh = True
         self._args: tuple[Any, ...] = ()
+        self._parts: list[tuple[dict[str, Any], str, nn.Module | None]] = []
         self._places: list[tuple[dict[str, Any], str]] = []
+        self._first_layouts: list[Any] = []
         self._addresses: list[int] = []
         self._calls: list[Call] | None = None
 
@@ -46,14 +50,17 @@ class Replayed:
 
     def forget(self) -> None:
         """Drop the recording, which keeps all buffers alive that it reads and writes."""
-        self._calls, self._args, self._places = None, (), []
+        self._calls, self._args, self._parts, self._places = None, (), [], []
 
     def __call__(self, *args: Any) -> Any:
         if self._fresh:
             self._fresh = False
             with _loaded_modules() as modules:
                 result = self._compiled(*args)
-            self._module = _Module.of(modules)
+            if isinstance(args[0], nn.Module):  # else nothing would say that its weights have moved
+                self._module = _Module.of(modules)
+                self._remember(args)
+                self._first_layouts = _layouts(self._places)
             return result
         if self._module is None:
             return self._compiled(*args)
@@ -61,23 +68,36 @@ class Replayed:
             for loop, tensors in self._calls:
                 loop(*tensors)
         else:
-            self.forget()
-            self._calls = self._module.record(lambda: self._compiled(*args))
-            self._remember(args)
+            self._record(args)
         return None
+
+    def _record(self, args: tuple[Any, ...]) -> None:
+        assert self._module is not None
+        self._remember(args)
+        if _layouts(self._places) != self._first_layouts:
+            raise ValueError("a tensor of the model has another shape, layout or dtype: make a new Decoder")
+        self._calls = None
+        with _loaded_modules() as modules:
+            calls = self._module.record(lambda: self._compiled(*args))
+        if modules:  # the compiler was reset, and has compiled it once more
+            self._module = _Module.of(modules)
+        elif calls:
+            self._calls = calls
 
     def _remember(self, args: tuple[Any, ...]) -> None:
         modules = [module for arg in args if isinstance(arg, nn.Module) for module in arg.modules()]
         tables = [table for module in modules for table in (module._parameters, module._buffers)]
         self._args = args
-        self._places = [
-            (table, name) for table in tables for name, tensor in table.items() if tensor is not None
-        ]
+        self._parts = [(m._modules, name, part) for m in modules for name, part in m._modules.items()]
+        self._places = [(t, name) for t in tables for name, tensor in t.items() if tensor is not None]
         self._addresses = [table[name].data_ptr() for table, name in self._places]
 
     def _unmoved(self, args: tuple[Any, ...]) -> bool:
-        same = all(mine is theirs for mine, theirs in zip(self._args, args, strict=True))
-        return same and [table[name].data_ptr() for table, name in self._places] == self._addresses
+        return (
+            all(mine is theirs for mine, theirs in zip(self._args, args, strict=True))
+            and all(table[name] is part for table, name, part in self._parts)
+            and [table[name].data_ptr() for table, name in self._places] == self._addresses
+        )
 
 
 class _Module:
@@ -149,33 +169,57 @@ class _Module:
 
             return call
 
-        originals = {name: self._names[name] for name in self._loops | self._regions}
-        self._names.update({name: noted(self._names[name]) for name in self._loops})
-        self._names.update({name: shared(name, self._names[name]) for name in self._regions})
-        try:
-            run()
-        finally:
-            self._names.update(originals)
+        with _one_at_a_time:
+            originals = {name: self._names[name] for name in self._loops | self._regions}
+            self._names.update({name: noted(self._names[name]) for name in self._loops})
+            self._names.update({name: shared(name, self._names[name]) for name in self._regions})
+            try:
+                run()
+            finally:
+                self._names.update(originals)
         return calls
+
+
+class _Loading(threading.local):
+    """The modules that the compiler has loaded for this thread while it wanted to know."""
+
+    modules: list[ModuleType] | None = None
+
+
+_loading = _Loading()
 
 
 @contextmanager
 def _loaded_modules() -> Iterator[list[ModuleType]]:
     """Collects the modules that the compiler loads meanwhile, be they new or from its cache."""
-    from torch._inductor.codecache import PyCodeCache  # imported late: the compiler takes seconds to import
-
+    _listen()
     modules: list[ModuleType] = []
-    original, load = vars(PyCodeCache)["load_by_key_path"], PyCodeCache.load_by_key_path
-
-    def noted(*args: Any, **kwargs: Any) -> ModuleType:
-        modules.append(load(*args, **kwargs))
-        return modules[-1]
-
-    PyCodeCache.load_by_key_path = noted  # type: ignore[method-assign]
+    _loading.modules = modules
     try:
         yield modules
     finally:
-        PyCodeCache.load_by_key_path = original  # type: ignore[method-assign]
+        _loading.modules = None
+
+
+@functools.cache
+def _listen() -> None:
+    """Have the compiler's loading noted, for whichever thread asks."""
+    from torch._inductor.codecache import PyCodeCache  # imported late: the compiler takes seconds to import
+
+    load = PyCodeCache.load_by_key_path
+
+    def noted(*args: Any, **kwargs: Any) -> ModuleType:
+        module = load(*args, **kwargs)
+        if _loading.modules is not None:
+            _loading.modules.append(module)
+        return module
+
+    PyCodeCache.load_by_key_path = noted  # type: ignore[method-assign]
+
+
+def _layouts(places: list[tuple[dict[str, Any], str]]) -> list[Any]:
+    tensors = [table[name] for table, name in places]
+    return [(t.shape, t.stride(), t.dtype) for t in tensors]
 
 
 def _calls(function: ast.FunctionDef) -> set[str]:
