@@ -74,6 +74,8 @@ def parse(argv: Sequence[str], description: str | None) -> Options:
         shape(args.shape, args.layers)
     if args.out is not None and not args.out.parent.is_dir():
         raise FileNotFoundError(f"no folder {args.out.parent} for --out")
+    if args.out is not None and args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a folder: name a file in it")
     dtypes: list[str | torch.dtype] = [parse_dtype(name) for name in args.dtype or []]
     device = _device(args.device)
 
