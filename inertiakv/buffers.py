@@ -3,7 +3,7 @@ that go."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from . import memory
 from .cache import CacheShape, SlotCache, bucket
@@ -14,10 +14,8 @@ class Buffers:
     """Makes caches for a model. The decode cache is kept from one conversation to the next, at the same
     address, so that compiled graphs stay valid; one of another shape replaces it."""
 
-    def __init__(self, model: LanguageModel, before_replacing: Callable[[], None]) -> None:
-        """`before_replacing` is called to let go of the decode cache, where it is about to be replaced."""
+    def __init__(self, model: LanguageModel) -> None:
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
-        self._before_replacing = before_replacing
         self._decode_cache: SlotCache | None = None
 
     def shape(self, batch: int, slots: int) -> CacheShape:
@@ -41,7 +39,6 @@ class Buffers:
         """The cache to decode in. It takes memory when it is filled for the first time."""
         shape = self.shape(batch, slots)
         if self._decode_cache is None or self._decode_cache.shape != shape:
-            self._before_replacing()
             self._decode_cache = None  # gives its memory back before the next one is made
             self._decode_cache = SlotCache(shape, dtype=self.dtype, device=self.device, allocate=False)
         return self._decode_cache

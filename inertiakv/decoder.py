@@ -84,7 +84,7 @@ class Decoder:
             score_dtype = torch.promote_types(model.dtype, torch.float32)
             self.aggregation = Aggregation(eviction, model.config.num_layers, score_dtype, model.device)
         self.graphs = Graphs(compile, model.device, on_compile)
-        self.buffers = Buffers(model, self.graphs.forget_recordings)
+        self.buffers = Buffers(model)
         self._prefill = Prefill(model, self.method, self.graphs, prefill_chunk)
         self._rows_by_batch: dict[int, Rows] = {}
         self.rows: Rows

@@ -61,6 +61,7 @@ class Replayed:
                 self._module = _Module.of(modules)
                 self._remember(args)
                 self._first_layouts = _layouts(self._places)
+                self.forget()
             return result
         if self._module is None:
             return self._compiled(*args)

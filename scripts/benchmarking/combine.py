@@ -7,7 +7,6 @@ file of each that measured.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -34,7 +33,7 @@ def main(folder: Path, device: str, target: Path | None) -> int:
         # Where nothing was measured there is nothing for the page of benchmarks either.
         folder = ROOT / "benchmarks" if measured else Path.cwd()
         target = folder / f"{_machine_name(result) if measured else 'gpu_check'}.json"
-    target.write_text(json.dumps(result, indent=1) + "\n")
+    results.write(target, result)
     if any(contender.get("profile") for contender in result["contenders"]):
         breakdown.draw(result["contenders"], target.with_suffix(".png"), print)
     print(summary(result))
