@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
+from typing import get_args
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compile_tests.tiny import row_state
+from compile_tests.tiny import RowState, set_states
 from inertiakv.cache import CacheShape, SlotCache, bucket
-from inertiakv.eviction import next_slot, protected, retained
-from inertiakv.view import CacheView
+from inertiakv.config import Scope
+from inertiakv.eviction import Limits, next_slot, protected, retained
+from inertiakv.table import Table
+from inertiakv.view import CacheView, Pass
 
 LAYERS, HEADS, DIM = 2, 3, 4
 
@@ -37,8 +41,8 @@ kinds = st.sampled_from(sorted(KINDS))
 seeds = st.integers(0, 2**31)
 
 
-def make_cache(batch: int, slots: int) -> SlotCache:
-    shape = CacheShape(LAYERS, batch, HEADS, slots, DIM)
+def make_cache(batch: int, slots: int, scope: Scope = "shared") -> SlotCache:
+    shape = CacheShape(LAYERS, batch, HEADS, slots, DIM, scope)
     return SlotCache(shape, dtype=torch.float32, device="cpu")
 
 
@@ -49,27 +53,39 @@ def encode(row: int, layer: int, position: Tensor) -> Tensor:
 
 
 class Sequence:
-    """Drives a cache as the passes do, with utilities drawn for every (row, position, step)."""
+    """Drives a cache as the passes do, with utilities drawn for every (row, set, position, step)."""
 
-    def __init__(self, lengths: list[int], budgets: list[int], sinks: int, recent: int, kind: str, seed: int):
-        self.rows, self.sinks, self.recent, self.kind, self.seed = (
+    def __init__(
+        self,
+        lengths: list[int],
+        budgets: list[int],
+        sinks: int,
+        recent: int,
+        kind: str,
+        seed: int,
+        scope: Scope = "shared",
+    ):
+        self.rows, self.sinks, self.recent, self.kind, self.seed, self.scope = (
             range(len(lengths)),
             sinks,
             recent,
             kind,
             seed,
+            scope,
         )
         self.names = list(self.rows)
         self.next_B = torch.zeros(len(lengths), dtype=torch.int64)
         self.step = 0
-        self.cache = make_cache(len(lengths), bucket(max(lengths) + 1))
-        self.cache.budget_B.copy_(torch.tensor(budgets))
+        self.budgets = budgets
+        self.cache = make_cache(len(lengths), bucket(max(lengths) + 1), scope)
+        for table in self.cache.tables:
+            table.budget_BX.copy_(torch.tensor(budgets)[:, None])
         self.feed(lengths)
 
     def only(self, row: int) -> Sequence:
         """The same row, alone in its batch; before anything was evicted."""
-        length, budget = int(self.next_B[row]), int(self.cache.budget_B[row])
-        alone = Sequence([length], [budget], self.sinks, self.recent, self.kind, self.seed)
+        length, budget = int(self.next_B[row]), self.budgets[row]
+        alone = Sequence([length], [budget], self.sinks, self.recent, self.kind, self.seed, self.scope)
         alone.names = [self.names[row]]
         return alone
 
@@ -79,82 +95,106 @@ class Sequence:
         offset_T = torch.arange(max(lengths))
         real_BT = offset_T < length_B[:, None]
         positions_BT = torch.where(real_BT, self.next_B[:, None] + offset_T, -1)
-        slots_BT = (self.cache.count_B[:, None] + offset_T).clamp_max(self.cache.shape.slots - 1)
-        self._write(slots_BT, positions_BT)
+        slots_BT = (self.cache.most_B[:, None] + offset_T).clamp_max(self.cache.shape.slots - 1)
+        slots_BXT = slots_BT[:, None].expand(-1, self.cache.shape.sets, -1)
+        self._write([slots_BXT] * len(self.cache.tables), positions_BT)
         self.next_B += length_B
-        self.cache.free_B.copy_(self.cache.count_B)
+        for table in self.cache.tables:
+            table.free_BX.copy_(self.cache.most_B[:, None])
 
-    def _write(self, slots_BT: Tensor, positions_BT: Tensor) -> None:
-        self.cache.insert(slots_BT, positions_BT)
+    def _write(self, slots_BXT: list[Tensor], positions_BT: Tensor) -> None:
+        for table, slots in zip(self.cache.tables, slots_BXT, strict=True):
+            table.insert(slots, positions_BT)
         for index, layer in enumerate(self.cache.layers):
             k_BTGD = torch.stack([encode(row, index, positions_BT[row]) for row in self.rows])
-            layer.write(slots_BT, k_BTGD.transpose(1, 2), -k_BTGD.transpose(1, 2))
+            slots = slots_BXT[min(index, len(slots_BXT) - 1)]
+            layer.write(slots, k_BTGD.transpose(1, 2), -k_BTGD.transpose(1, 2))
 
     def score(self) -> None:
         """A new utility for every token, the same whatever slot and batch the token is in."""
         self.step += 1
-        for row, name in zip(self.rows, self.names, strict=True):
-            generator = torch.Generator().manual_seed(self.seed + 7919 * name + 104729 * self.step)
-            drawn_P = KINDS[self.kind](torch.rand(4096, generator=generator))
-            position_N = self.cache.position_BN[row]
-            self.cache.utility_BN[row] = torch.where(position_N >= 0, drawn_P[position_N.clamp_min(0)], 0.0)
+        for index, table in enumerate(self.cache.tables):
+            for row, x in product(self.rows, range(self.cache.shape.sets)):
+                name = self.names[row] + 31 * index + 101 * x
+                generator = torch.Generator().manual_seed(self.seed + 7919 * name + 104729 * self.step)
+                drawn_P = KINDS[self.kind](torch.rand(4096, generator=generator))
+                position_N = table.position_BXN[row, x]
+                drawn_N = drawn_P[position_N.clamp_min(0)]
+                table.utility_BXN[row, x] = torch.where(position_N >= 0, drawn_N, 0.0)
 
-    def protected(self) -> Tensor:
-        return protected(self.cache.position_BN, self.next_B - 1, self.sinks, self.recent)
+    def protected(self, table: Table) -> Tensor:
+        number_B = torch.ones_like(self.next_B)
+        limits = Limits(
+            self.next_B - 1, self.sinks * number_B, self.recent * number_B, number_B, spaced_B=None
+        )
+        return protected(table.position_BXN, limits)
 
-    def expected(self, row: int) -> list[int]:
-        """What stays of a row when it is evicted to its budget now, by the rule in plain Python."""
-        utility = row_state(self.cache, row).utility()
-        newest, surplus = int(self.next_B[row]) - 1, len(utility) - int(self.cache.budget_B[row])
-        free = [p for p in utility if p >= self.sinks and p <= newest - self.recent]
-        gone = sorted(free, key=lambda p: (utility[p], p))[: max(0, surplus)]
-        return sorted(utility.keys() - gone)
+    def states(self) -> list[list[RowState]]:
+        return [set_states(self.cache, row) for row in self.rows]
+
+    def expected(self, row: int) -> list[list[int]]:
+        """What stays of a row's sets when they are evicted to budget now, by the rule in plain Python."""
+        newest, kept = int(self.next_B[row]) - 1, []
+        for state in set_states(self.cache, row):
+            utility = state.utility()
+            surplus = len(utility) - self.budgets[row]
+            free = [p for p in utility if p >= self.sinks and p <= newest - self.recent]
+            gone = sorted(free, key=lambda p: (utility[p], p))[: max(0, surplus)]
+            kept.append(sorted(utility.keys() - gone))
+        return kept
 
     def evict_all(self, slots: int | None = None) -> None:
         self.score()
         expected = [self.expected(row) for row in self.rows]
-        slots = bucket(int(self.cache.budget_B.max()) + 1) if slots is None else slots
-        keep_BN = retained(
-            self.cache.position_BN, self.cache.utility_BN, self.protected(), self.cache.budget_B
+        slots = bucket(max(self.budgets) + 1) if slots is None else slots
+        tables = self.cache.tables
+        self.move(
+            slots,
+            [retained(t.position_BXN, t.utility_BXN, self.protected(t), t.budget_BX) for t in tables],
         )
-        self.move(slots, keep_BN)
         self.check(expected)
 
-    def move(self, slots: int, keep_BN: Tensor | None = None) -> None:
-        target = make_cache(len(self.rows), slots)
-        for table in (target.utility_BN, *target.layers[0].buffers(), *target.layers[1].buffers()):
-            table.fill_(torch.nan)  # whatever was there before
-        target.budget_B.copy_(self.cache.budget_B)
-        target.take_from(
-            self.cache, self.cache.position_BN >= 0 if keep_BN is None else keep_BN, release=True
-        )
+    def move(self, slots: int, keep_BXN: list[Tensor] | None = None) -> None:
+        target = make_cache(len(self.rows), slots, self.scope)
+        for module in (*target.tables, *target.layers):
+            for buffer in module.buffers():
+                buffer.fill_(torch.nan if buffer.is_floating_point() else 77)  # whatever was there before
+        target.take_from(self.cache, self.cache.everything() if keep_BXN is None else keep_BXN, release=True)
         self.cache = target
 
     def decode(self, active_B: Tensor | None = None, check: bool = True) -> None:
         active_B = torch.ones(len(self.rows), dtype=torch.bool) if active_B is None else active_B
-        self._write(self.cache.free_B[:, None], torch.where(active_B, self.next_B, -1)[:, None])
+        slots_BXT = [table.free_BX[..., None] for table in self.cache.tables]
+        self._write(slots_BXT, torch.where(active_B, self.next_B, -1)[:, None])
         self.next_B += active_B
-        before = [row_state(self.cache, row) for row in self.rows]
+        before = self.states()
         self.score()
-        expected = [self.expected(row) if active_B[row] else before[row].kept for row in self.rows]
-        self.cache.evict_one(self.protected(), active_B)
+        expected = [
+            self.expected(row) if active_B[row] else [state.kept for state in before[row]]
+            for row in self.rows
+        ]
+        for table in self.cache.tables:
+            table.evict_one(table.utility_BXN, self.protected(table), active_B)
         if check:
             self.check(expected)
 
-    def check(self, expected: list[list[int]]) -> None:
+    def check(self, expected: list[list[list[int]]]) -> None:
         for row in self.rows:
-            state, newest = row_state(self.cache, row), int(self.next_B[row]) - 1
-            assert state.kept == expected[row]
-            assert len(state.kept) <= self.cache.budget_B[row]
-            assert set(range(min(self.sinks, newest + 1))) <= set(state.kept)
-            assert set(range(max(0, newest + 1 - self.recent), newest + 1)) <= set(state.kept)
-            for layer in range(LAYERS):
-                wanted_GND = encode(row, layer, torch.tensor(state.kept)).transpose(0, 1)
-                assert torch.equal(state.k_LGND[layer], wanted_GND)
-                assert torch.equal(state.v_LGND[layer], -wanted_GND)
-            empty_N = self.cache.position_BN[row] < 0
-            assert not self.cache.utility_BN[row, empty_N].any()
-            assert empty_N[self.cache.free_B[row]]
+            newest = int(self.next_B[row]) - 1
+            states = set_states(self.cache, row)
+            assert [state.kept for state in states] == expected[row]
+            for state in states:
+                assert len(state.kept) <= self.budgets[row]
+                assert set(range(min(self.sinks, newest + 1))) <= set(state.kept)
+                assert set(range(max(0, newest + 1 - self.recent), newest + 1)) <= set(state.kept)
+                for index, layer in enumerate(state.layers):
+                    wanted_GND = encode(row, layer, torch.tensor(state.kept)).transpose(0, 1)[state.heads]
+                    assert torch.equal(state.k_LGND[index], wanted_GND)
+                    assert torch.equal(state.v_LGND[index], -wanted_GND)
+        for table in self.cache.tables:
+            empty_BXN = table.position_BXN < 0
+            assert not table.utility_BXN[empty_BXN].any()
+            assert empty_BXN.gather(-1, table.free_BX[..., None]).all()
 
 
 @st.composite
@@ -163,7 +203,8 @@ def sequences(draw: st.DrawFn, rows: int = 3) -> Sequence:
     sinks, recent = draw(st.integers(0, 3)), draw(st.integers(0, 3))
     lengths = draw(st.lists(st.integers(1, 300), min_size=batch, max_size=batch))
     budgets = draw(st.lists(st.integers(max(1, sinks + recent), 40), min_size=batch, max_size=batch))
-    return Sequence(lengths, budgets, sinks, recent, draw(kinds), draw(seeds))
+    scope = draw(st.sampled_from(get_args(Scope)))
+    return Sequence(lengths, budgets, sinks, recent, draw(kinds), draw(seeds), scope)
 
 
 @settings(max_examples=60)
@@ -172,13 +213,14 @@ def test_large_and_single_evictions_keep_the_best_tokens_with_their_k_and_v(
     sequence: Sequence, turn: int
 ) -> None:
     for _ in range(3):
-        kept = [set(row_state(sequence.cache, row).kept) for row in sequence.rows]
+        before = sequence.states()
         sequence.evict_all()
-        for row in sequence.rows:
-            assert set(row_state(sequence.cache, row).kept) <= kept[row], "an evicted token came back"
+        for row, states in enumerate(sequence.states()):
+            for old, new in zip(before[row], states, strict=True):
+                assert set(new.kept) <= set(old.kept), "an evicted token came back"
         for _ in range(6):
             sequence.decode()
-        sequence.move(bucket(int(sequence.cache.count_B.max()) + turn + 1))
+        sequence.move(bucket(int(sequence.cache.most_B.max()) + turn + 1))
         sequence.feed([turn if row == 0 else max(1, turn // 2) for row in sequence.rows])
     sequence.evict_all()
 
@@ -187,27 +229,28 @@ def test_large_and_single_evictions_keep_the_best_tokens_with_their_k_and_v(
 def test_rows_that_have_ended_stay_bit_for_bit(sequence: Sequence, active: list[bool]) -> None:
     sequence.evict_all()
     active_B = torch.tensor(active)[: len(sequence.rows)]
-    before = [row_state(sequence.cache, row) for row in sequence.rows]
+    before = sequence.states()
     for _ in range(5):
         sequence.decode(active_B)
         for row in sequence.rows:
             if not active_B[row]:
-                state = row_state(sequence.cache, row)
-                assert state.kept == before[row].kept
-                assert torch.equal(state.k_LGND, before[row].k_LGND)
+                for old, state in zip(before[row], set_states(sequence.cache, row), strict=True):
+                    assert state.kept == old.kept
+                    assert torch.equal(state.k_LGND, old.k_LGND)
 
 
 @given(sequences())
 def test_a_row_in_a_batch_is_the_row_alone_bit_for_bit(sequence: Sequence) -> None:
     alone = [sequence.only(row) for row in sequence.rows]
-    slots = bucket(int(sequence.cache.budget_B.max()) + 1)
+    slots = bucket(max(sequence.budgets) + 1)
     for one in (sequence, *alone):
         one.evict_all(slots)
         for _ in range(6):
             one.decode(check=False)
     for row, one in enumerate(alone):
-        for name in ("position_BN", "utility_BN", "free_B", "budget_B"):
-            assert torch.equal(getattr(sequence.cache, name)[row], getattr(one.cache, name)[0])
+        for mine, theirs in zip(sequence.cache.tables, one.cache.tables, strict=True):
+            for name, buffer in mine.named_buffers():
+                assert torch.equal(buffer[row], getattr(theirs, name)[0])
 
 
 @st.composite
@@ -279,13 +322,14 @@ def test_what_lies_in_unused_slots_never_matters(
 ) -> None:
     if not full:
         sequence.evict_all()
-    sequence.move(bucket(int(sequence.cache.count_B.max()) + queries))
+    sequence.move(bucket(int(sequence.cache.most_B.max()) + queries))
     clean, dirty = sequence.cache, copy.deepcopy(sequence.cache)
-    unused_BN = dirty.position_BN < 0
-    for layer in dirty.layers:
+    for index, layer in enumerate(dirty.layers):
+        table = dirty.tables[min(index, len(dirty.tables) - 1)]
+        unused_BGN = (table.position_BXN < 0).expand(-1, HEADS, -1)
         # A chunk of queries only ever meets caches that were cleared, or filled from others.
-        layer.k_BGND.transpose(1, 2)[unused_BN] = torch.nan if queries == 1 else 1e30
-        layer.v_BGND.transpose(1, 2)[unused_BN] = 1e30
+        layer.k_BGND[unused_BGN] = torch.nan if queries == 1 else 1e30
+        layer.v_BGND[unused_BGN] = 1e30
     outputs = [attend(cache, sequence.next_B, queries, seed) for cache in (clean, dirty)]
     assert torch.equal(outputs[0], outputs[1])
 
@@ -297,9 +341,8 @@ def attend(cache: SlotCache, next_B: Tensor, queries: int, seed: int) -> Tensor:
         torch.randn(batch, heads, queries, DIM, generator=generator) for heads in (2 * HEADS, HEADS, HEADS)
     )
     offset_T = torch.arange(queries)
-    positions_BT, slots_BT = next_B[:, None] + offset_T, cache.count_B[:, None] + offset_T
-    cache.insert(slots_BT, positions_BT)
-    view = CacheView(cache, positions_BT, slots_BT, backend="dense", windows=(None, 9))
+    positions_BT, slots_BT = next_B[:, None] + offset_T, cache.most_B[:, None] + offset_T
+    view = CacheView(cache, Pass(positions_BT, slots_BT, "dense", windows=(None, 9)))
     new = (q_BHTD, k_BGTD, v_BGTD)
     return torch.stack(
         [
@@ -317,12 +360,12 @@ def test_clearing_forgets_a_cache_full_of_nan() -> None:
             for layer in cache.layers:
                 layer.k_BGND.fill_(torch.nan)
                 layer.v_BGND.fill_(torch.nan)
-            cache.position_BN.random_(0, 500)
-            cache.utility_BN.fill_(torch.nan)
-            cache.free_B.fill_(9)
+            cache.tables[0].position_BXN.random_(0, 500)
+            cache.tables[0].utility_BXN.fill_(torch.nan)
+            cache.tables[0].free_BX.fill_(9)
         cache.clear()
-        assert cache.count_B.tolist() == [0, 0]
-        assert not cache.utility_BN.any()
+        assert cache.most_B.tolist() == [0, 0]
+        assert not cache.tables[0].utility_BXN.any()
         outputs.append(attend(cache, torch.tensor([0, 0]), 1, seed=1))
     assert torch.equal(outputs[0], outputs[1])
     assert outputs[1].isfinite().all()

@@ -97,7 +97,7 @@ def test_a_turn_ends_within_budget_and_positions_go_on(
             range(length, length + further)
         )
         assert decoder.cache is not None
-        assert int(decoder.cache.count_B) == min(budget, length + further)
+        assert int(decoder.cache.most_B) == min(budget, length + further)
         stats = decoder.decode(3).stats
         length += further + 3
         assert stats.kept_tokens == [min(budget, length - 1)]

@@ -208,7 +208,7 @@ def test_a_request_is_not_changed_by_nan_in_its_buffers(eviction: EvictionConfig
     for layer in cache.layers:
         layer.k_BGND.fill_(torch.nan)
         layer.v_BGND.fill_(torch.nan)
-    cache.utility_BN.fill_(torch.nan)
+    cache.tables[0].utility_BXN.fill_(torch.nan)
     assert decoder.generate(request, 20).tokens == expected
 
 
@@ -261,7 +261,7 @@ def test_low_precision_keeps_its_scores_in_float32_and_its_promises(dtype: torch
     out = decoder.generate([random_prompt(90), random_prompt(30, 1)], 40)
     assert out.stats.kept_tokens == [20, 20]
     assert decoder.cache is not None
-    assert decoder.cache.utility_BN.dtype == torch.float32
+    assert decoder.cache.tables[0].utility_BXN.dtype == torch.float32
     for row, length in enumerate((129, 69)):
         state = conversation_state(decoder, row)
         assert state.kept[:3] == [0, 1, 2]

@@ -84,7 +84,7 @@ def test_garbage_in_unused_slots_changes_nothing(compiled: Decoder) -> None:
     compiled.generate(prompts, 6, eos_token_ids=[])
     cache = compiled.cache
     assert cache is not None
-    unused_B1N1 = (cache.position_BN < 0)[:, None, :, None]
+    unused_B1N1 = (cache.tables[0].position_BXN < 0)[..., None]
     for layer in cache.layers:
         layer.k_BGND.masked_fill_(unused_B1N1, torch.nan)
         layer.v_BGND.masked_fill_(unused_B1N1, 1e30)

@@ -89,8 +89,11 @@ def decoder_for(model: Transformer, eviction: EvictionConfig | None, **options: 
 
 @dataclass(frozen=True)
 class RowState:
-    """What a cache holds for one row, oldest position first."""
+    """What a cache holds of one row in one retention set, oldest position first: for these layers and KV
+    heads."""
 
+    layers: list[int]
+    heads: list[int]
     kept: list[int]
     utility_N: Tensor
     k_LGND: Tensor
@@ -100,16 +103,31 @@ class RowState:
         return dict(zip(self.kept, self.utility_N.tolist(), strict=True))
 
 
+def set_states(cache: SlotCache, row: int = 0) -> list[RowState]:
+    """All retention sets of a row."""
+    every_layer, every_head = list(range(cache.shape.layers)), list(range(cache.shape.kv_heads))
+    states = []
+    for index, table in enumerate(cache.tables):
+        layers = every_layer if len(cache.tables) == 1 and cache.shape.scope == "shared" else [index]
+        sets = table.position_BXN.shape[1]
+        for x in range(sets):
+            heads = every_head if cache.shape.scope != "head" else [x]
+            position_N, count = table.position_BXN[row, x], int(table.count_BX[row, x])
+            assert len(position_N[position_N >= 0].unique()) == count, "a position has two slots"
+            slot_N = position_N.argsort()[len(position_N) - count :]
+            k_LGND, v_LGND = (
+                torch.stack([getattr(cache.layers[i], name)[row, heads][:, slot_N] for i in layers])
+                for name in ("k_BGND", "v_BGND")
+            )
+            kept, utility_N = position_N[slot_N].tolist(), table.utility_BXN[row, x, slot_N]
+            states.append(RowState(layers, heads, kept, utility_N, k_LGND, v_LGND))
+    return states
+
+
 def row_state(cache: SlotCache, row: int = 0) -> RowState:
-    position_N = cache.position_BN[row]
-    assert len(position_N[position_N >= 0].unique()) == int(cache.count_B[row]), "a position has two slots"
-    slot_N = position_N.argsort()[-int(cache.count_B[row]) :]
-    return RowState(
-        position_N[slot_N].tolist(),
-        cache.utility_BN[row, slot_N],
-        torch.stack([layer.k_BGND[row, :, slot_N] for layer in cache.layers]),
-        torch.stack([layer.v_BGND[row, :, slot_N] for layer in cache.layers]),
-    )
+    """The set that all layers of a row share."""
+    (state,) = set_states(cache, row)
+    return state
 
 
 def assert_same_state(actual: RowState, expected: RowState, tolerance: float = 0.0) -> None:
@@ -149,7 +167,8 @@ def spoil_unused_slots(decoder: Decoder) -> None:
     """Fill every slot that holds no token: NaN as K, large numbers as V."""
     cache = decoder.cache
     assert cache is not None
-    unused_BN = cache.position_BN < 0
-    for layer in cache.layers:
-        layer.k_BGND.transpose(1, 2)[unused_BN] = torch.nan
-        layer.v_BGND.transpose(1, 2)[unused_BN] = 1e30
+    for index, layer in enumerate(cache.layers):
+        table = cache.tables[min(index, len(cache.tables) - 1)]
+        unused_BGN = (table.position_BXN < 0).expand(-1, layer.k_BGND.shape[1], -1)
+        layer.k_BGND[unused_BGN] = torch.nan
+        layer.v_BGND[unused_BGN] = 1e30

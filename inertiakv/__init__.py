@@ -1,7 +1,8 @@
 """Compiled decoding of large language models that reads and keeps a tenth of the KV cache."""
 
-from .config import POLICIES, EvictionConfig, policy
+from .config import EvictionConfig
 from .decoder import Decoder
+from .policies import POLICIES, policy
 from .results import Generation, Stats
 from .sampling import Sampling
 from .text import StopStrings, TextStream

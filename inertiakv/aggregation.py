@@ -1,27 +1,34 @@
 """From scores to utilities: every rule of the paper as one recurrence over layers.
 
-Shape letters: B batch, L layers, N slots.
+Shape letters: B batch, X retention sets, L layers, N slots.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .config import EvictionConfig
+from .randomness import uniform
 
 
 def layer_coefficients(config: EvictionConfig, num_layers: int) -> tuple[list[float], list[float]]:
-    """`decay` and `gain`, one a layer: after layer l, `m = decay[l] * m + gain[l] * score[l]`.
+    """`decay` and `gain`, one for each layer that scores: after layer l, `m = decay[l] * m + gain[l] *
+    score[l]`.
 
     The EMA of the paper is decay alpha, gain 1 - alpha in every layer, so that alpha weights layers
     and remembers steps at once. The other couplings are written out as an EMA over steps of a weighted mean
     over layers: the first layer decays the utility by the memory `a`, and every layer adds its share of 1 -
-    a.
+    a. Where layers have sets of their own nothing runs over layers, and `a` is alpha.
     """
+    alpha = 0.0 if config.alpha is None else config.alpha
     if config.aggregation == "cumulative":
         return [1.0] * num_layers, [1.0] * num_layers
-    alpha = 0.0 if config.alpha is None else config.alpha
+    if config.scope != "shared":
+        memory = alpha if config.step_alpha is None else config.step_alpha
+        return [memory] * num_layers, [1 - memory] * num_layers
     if config.coupling == "layer_temporal" and config.step_alpha is None:
         return [alpha] * num_layers, [1 - alpha] * num_layers
 
@@ -35,26 +42,49 @@ def layer_coefficients(config: EvictionConfig, num_layers: int) -> tuple[list[fl
     return [memory] + [1.0] * (num_layers - 1), [(1 - memory) * w / total for w in weight]
 
 
+class Coefficients(NamedTuple):
+    """Of one layer, as scalars: what becomes of its scores, and what its random ones start from."""
+
+    decay: Tensor
+    gain: Tensor
+    salt: Tensor
+
+
 class Aggregation(nn.Module):
     """The recurrence's coefficients as buffers: a graph reads them, so that another alpha is no recompile."""
 
     decay_L: Tensor
     gain_L: Tensor
+    salt_L: Tensor
 
     def __init__(
         self, config: EvictionConfig, num_layers: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Raises ValueError for layers that the model does not have."""
         super().__init__()
-        decay, gain = layer_coefficients(config, num_layers)
+        self.scorer = config.scorer
+        self.learned: tuple[Tensor, Tensor] | None = None
+        self.layers = tuple(range(num_layers)) if config.layers is None else tuple(sorted(config.layers))
+        if self.layers[-1] >= num_layers:
+            raise ValueError(
+                f"layer {self.layers[-1]} cannot score: the model has layers 0 to {num_layers - 1}"
+            )
+        decay, gain = layer_coefficients(config, len(self.layers))
         self.register_buffer("decay_L", torch.tensor(decay, dtype=dtype, device=device))
         self.register_buffer("gain_L", torch.tensor(gain, dtype=dtype, device=device))
+        salt_L = uniform(torch.tensor(config.seed or 0), torch.tensor(self.layers)) * 2**30
+        self.register_buffer("salt_L", salt_L.to(device, torch.int64))
 
-    def by_layer(self) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's decay and gain, as scalars. Copies, since the compiler takes layers for alike only
-        where their inputs lie alike, and views of one buffer do not."""
-        return [(decay.clone(), gain.clone()) for decay, gain in zip(self.decay_L, self.gain_L, strict=True)]
+    def by_layer(self) -> dict[int, Coefficients]:
+        """For each layer that scores. Copies, since the compiler takes layers for alike only where their
+        inputs lie alike, and views of one buffer do not."""
+        buffers = zip(self.decay_L, self.gain_L, self.salt_L, strict=True)
+        parts = (Coefficients(*(scalar.clone() for scalar in scalars)) for scalars in buffers)
+        return dict(zip(self.layers, parts, strict=True))
 
 
-def updated(utility_BN: Tensor, score_BN: Tensor, scored_BN: Tensor, decay: Tensor, gain: Tensor) -> Tensor:
-    """The utilities after one layer's scores, where `scored_BN` (bool) says so; elsewhere as they were."""
-    return torch.where(scored_BN, decay * utility_BN + gain * score_BN, utility_BN)
+def updated(
+    utility_BXN: Tensor, score_BXN: Tensor, scored_BXN: Tensor, decay: Tensor, gain: Tensor
+) -> Tensor:
+    """The utilities after one layer's scores, where `scored_BXN` (bool) says so; elsewhere as they were."""
+    return torch.where(scored_BXN, decay * utility_BXN + gain * score_BXN, utility_BXN)

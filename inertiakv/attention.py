@@ -5,9 +5,9 @@ position[n] < window where the layer has a sliding window. A query at position -
 sees nothing and yields zeros. With it prefill, ragged batches, decoding and a further turn are one operation
 with another T.
 
-Shape letters: B batch, T query tokens, H query heads, G KV heads, R query heads a KV head (H = G * R), N
-slots, D head dim, Q and K blocks of queries and of slots,
-C splits of the slots, M slots in each.
+Shape letters: B batch, T query tokens, H query heads, G KV heads, R query heads a KV head (H = G * R), X
+retention sets (1, or one for each KV head), N slots, D head dim, Q and K blocks of queries and of slots, C
+splits of the slots, M slots in each.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, compiled
     return name  # type: ignore[return-value]
 
 
-def visible(position_BN: Tensor, query_BT: Tensor, window: int | None) -> Tensor:
-    """The mask rule, bool [B, T, N]."""
-    key_B1N, query_BT1 = position_BN[:, None], query_BT[..., None]
-    seen_BTN = (key_B1N >= 0) & (key_B1N <= query_BT1)
-    return seen_BTN if window is None else seen_BTN & (query_BT1 - key_B1N < window)
+def visible(position_BXN: Tensor, query_BT: Tensor, window: int | None) -> Tensor:
+    """The mask rule, bool [B, X, T, N]."""
+    key_BX1N, query_B1T1 = position_BXN[:, :, None], query_BT[:, None, :, None]
+    seen_BXTN = (key_BX1N >= 0) & (key_BX1N <= query_B1T1)
+    return seen_BXTN if window is None else seen_BXTN & (query_B1T1 - key_BX1N < window)
 
 
-def dense_weights(q_BHD: Tensor, k_BGND: Tensor, visible_BN: Tensor, scale: float) -> Tensor:
+def dense_weights(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) -> Tensor:
     """One query's softmax over the visible slots, [B, G, R, N], in float32 or wider; zeros where it sees
     none."""
-    mass_BGRN, total_BGR1 = _masses(q_BHD, k_BGND, visible_BN, scale)
+    mass_BGRN, total_BGR1 = _masses(q_BHD, k_BGND, visible_BXN, scale)
     return mass_BGRN / total_BGR1
 
 
 def dense_step(
-    q_BHD: Tensor, k_BGND: Tensor, v_BGND: Tensor, visible_BN: Tensor, scale: float
+    q_BHD: Tensor, k_BGND: Tensor, v_BGND: Tensor, visible_BXN: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query a row: the output [B, H, D] and the weights [B, G, R, N] that made it."""
     if not torch.compiler.is_compiling() and k_BGND.device.type == "cpu" and len(q_BHD) > 1:
         # Row by row: a whole batch's K and V in float32 take longer to be given memory than to be used.
-        rows = zip(*(x.split(1) for x in (q_BHD, k_BGND, v_BGND, visible_BN)), strict=True)
+        rows = zip(*(x.split(1) for x in (q_BHD, k_BGND, v_BGND, visible_BXN)), strict=True)
         outs, weights = zip(*(dense_step(q, k, v, seen, scale) for q, k, v, seen in rows), strict=True)
         return torch.cat(outs), torch.cat(weights)
-    mass_BGRN, total_BGR1 = _masses(q_BHD, k_BGND, visible_BN, scale)
+    mass_BGRN, total_BGR1 = _masses(q_BHD, k_BGND, visible_BXN, scale)
     if _fuses(k_BGND):
         mass_BGRCM = mass_BGRN.unflatten(-1, (SPLITS, -1))
         v_BGCMD = v_BGND.unflatten(2, (SPLITS, -1)).to(mass_BGRN.dtype)
@@ -85,11 +85,28 @@ def dense_step(
     return (out_BGRD / total_BGR1).flatten(1, 2).to(q_BHD.dtype), mass_BGRN / total_BGR1
 
 
+def observed(
+    q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, visible_BXTN: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of several queries a row, [B, H, T, D], and its weights [B, G, R * T, N], as if every query
+    had heads of its own. In float32 or wider, row by row."""
+    accurate = torch.promote_types(q_BHTD.dtype, torch.float32)
+    outs, weights = [], []
+    for q_HTD, k_GND, v_GND, seen_XTN in zip(q_BHTD, k_BGND, v_BGND, visible_BXTN, strict=True):
+        q_GRTD = q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate)
+        logits_GRTN = torch.matmul(q_GRTD, k_GND.to(accurate).mT[:, None]) * scale
+        logits_GRTN = torch.where(seen_XTN[:, None], logits_GRTN, -torch.inf)
+        weights_GRTN = torch.where(seen_XTN.any(-1)[:, None, :, None], logits_GRTN.softmax(-1), 0.0)
+        outs.append(torch.matmul(weights_GRTN, v_GND.to(accurate)[:, None]).flatten(0, 1))
+        weights.append(weights_GRTN.flatten(1, 2))
+    return torch.stack(outs).to(q_BHTD.dtype), torch.stack(weights)
+
+
 def dense_chunk(
     q_BHTD: Tensor,
     k_BGND: Tensor,
     v_BGND: Tensor,
-    position_BN: Tensor,
+    position_BXN: Tensor,
     query_BT: Tensor,
     window: int | None,
     scale: float,
@@ -105,7 +122,7 @@ def dense_chunk(
     if start_slot is not None and window is None and q_BHTD.device.type == "cpu":
         out_BHTD = _unmasked_chunk(q_BHTD, k_BGND, v_BGND, scale, start_slot)
     else:
-        seen = (position_BN, query_BT, window)
+        seen = (position_BXN, query_BT, window)
         out_BHTD = _masked_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, end_slot)
     return torch.where((query_BT >= 0)[:, None, :, None], out_BHTD, 0.0)
 
@@ -128,7 +145,7 @@ def _masked_chunk(
     q_BHTD: Tensor,
     k_BGND: Tensor,
     v_BGND: Tensor,
-    position_BN: Tensor,
+    position_BXN: Tensor,
     query_BT: Tensor,
     window: int | None,
     scale: float,
@@ -141,13 +158,15 @@ def _masked_chunk(
     for start in range(0, total, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, total)
         keys = min(slots, end_slot - (total - end))
-        seen_B1TN = visible(position_BN[:, :keys], query_BT[:, start:end], window)[:, None]
+        seen_BXTN = visible(position_BXN[..., :keys], query_BT[:, start:end], window)
+        if seen_BXTN.shape[1] > 1:
+            seen_BXTN = seen_BXTN.repeat_interleave(q_BHTD.shape[1] // k_BGND.shape[1], dim=1)
         blocks.append(
             F.scaled_dot_product_attention(
                 q_BHTD[:, :, start:end],
                 k_BGND[:, :, :keys],
                 v_BGND[:, :, :keys],
-                attn_mask=seen_B1TN,
+                attn_mask=seen_BXTN,
                 scale=scale,
                 enable_gqa=True,
             )
@@ -155,30 +174,35 @@ def _masked_chunk(
     return torch.cat(blocks, dim=2)
 
 
-def block_lists(position_BN: Tensor, query_BT: Tensor, window: int | None) -> BlockLists:
+def block_lists(position_BXN: Tensor, query_BT: Tensor, window: int | None) -> BlockLists:
     """The mask rule for whole blocks, from each block's smallest and largest positions: O(N + T) memory, in
-    graph."""
-    lo_key_BK, hi_key_BK = _block_range(position_BN)
-    lo_query_BQ, hi_query_BQ = _block_range(query_BT)
-    lo_key_B1K, hi_key_B1K = lo_key_BK[:, None], hi_key_BK[:, None]
-    lo_query_BQ1, hi_query_BQ1 = lo_query_BQ[..., None], hi_query_BQ[..., None]
-    some_BQK = (lo_key_B1K <= hi_query_BQ1) & (hi_key_B1K >= 0)
+    graph. Blocks of one mask for all sets: seen whole where they are in every set, in part where in any."""
+    lo_key_BX1K, hi_key_BX1K = (key_BXK[:, :, None] for key_BXK in _block_range(position_BXN))
+    lo_query_B1Q1, hi_query_B1Q1 = (query_BQ[:, None, :, None] for query_BQ in _block_range(query_BT))
+    some_BXQK = (lo_key_BX1K <= hi_query_B1Q1) & (hi_key_BX1K >= 0)
     # A block without holes, all of it at or before every one of its queries, needs no look at the table.
-    whole_BQK = (
-        (hi_key_B1K <= lo_query_BQ1) & _block_full(position_BN)[:, None] & _block_full(query_BT)[..., None]
+    whole_BXQK = (
+        (hi_key_BX1K <= lo_query_B1Q1)
+        & _block_full(position_BXN)[:, :, None]
+        & _block_full(query_BT)[:, None, :, None]
     )
     if window is not None:
-        some_BQK = some_BQK & (lo_query_BQ1 - hi_key_B1K < window)
-        whole_BQK = whole_BQK & (hi_query_BQ1 - lo_key_B1K < window)
+        some_BXQK = some_BXQK & (lo_query_B1Q1 - hi_key_BX1K < window)
+        whole_BXQK = whole_BXQK & (hi_query_B1Q1 - lo_key_BX1K < window)
 
-    return *_block_list(some_BQK & ~whole_BQK), *_block_list(some_BQK & whole_BQK)
+    some_BQK, whole_BQK = some_BXQK.any(1), (some_BXQK & whole_BXQK).all(1)
+    return *_block_list(some_BQK & ~whole_BQK), *_block_list(whole_BQK)
 
 
-def flex_mask(blocks: BlockLists, position_BN: Tensor, query_BT: Tensor, window: int | None) -> BlockMask:
-    """The mask rule as a BlockMask, its `block_lists` given."""
+def flex_mask(
+    blocks: BlockLists, position_BXN: Tensor, query_BT: Tensor, window: int | None, group: int
+) -> BlockMask:
+    """The mask rule as a BlockMask, its `block_lists` given. `group`: query heads of a KV head."""
+    single, of_set = position_BXN.shape[1] == 1, group + _missing_heads(group, query_BT)
 
     def mask_mod(b: Tensor, h: Tensor, q_index: Tensor, slot: Tensor) -> Tensor:
-        key, query = position_BN[b, slot], query_BT[b, q_index]
+        key = position_BXN[b, 0, slot] if single else position_BXN[b, h // of_set, slot]
+        query = query_BT[b, q_index]
         seen = (key >= 0) & (key <= query)
         return seen if window is None else seen & (query - key < window)
 
@@ -186,7 +210,7 @@ def flex_mask(blocks: BlockLists, position_BN: Tensor, query_BT: Tensor, window:
         *blocks,
         BLOCK_SIZE=(MASK_BLOCK, MASK_BLOCK),
         mask_mod=mask_mod,
-        seq_lengths=(query_BT.shape[1], position_BN.shape[1]),
+        seq_lengths=(query_BT.shape[1], position_BXN.shape[-1]),
         compute_q_blocks=False,
     )
 
@@ -199,16 +223,9 @@ def flex(q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, mask: BlockMask, scale:
 def _flex(
     q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, mask: BlockMask, scale: float, aux: AuxRequest | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The output, and the log-sum-exp [B, H, T] where `aux` asks for it.
-
-    The CUDA kernel for single queries splits the slots among programs, and wants a power of two as query
-    heads of a KV head; with 3 or 7 of them one program would walk through all slots. Zeros make up the
-    number.
-    """
+    """The output, and the log-sum-exp [B, H, T] where `aux` asks for it."""
     kv_heads, group = k_BGND.shape[1], q_BHTD.shape[1] // k_BGND.shape[1]
-    missing = (
-        0 if q_BHTD.shape[2] > 1 or q_BHTD.device.type == "cpu" else -group % (1 << (group - 1).bit_length())
-    )
+    missing = _missing_heads(group, q_BHTD[:, 0, :, 0])
 
     def real(x_BH: Tensor) -> Tensor:
         return x_BH.unflatten(1, (kv_heads, -1))[:, :, :group].flatten(1, 2) if missing else x_BH
@@ -227,25 +244,33 @@ def _flex(
     return real(out_BHTD), real(auxiliary.lse)
 
 
+def _missing_heads(group: int, query_BT: Tensor) -> int:
+    """Query heads of zeros that FlexAttention is given with each KV head. Its CUDA kernel for single queries
+    splits the slots among programs, and wants a power of two of heads; with 3 or 7 of them one program would
+    walk through all slots."""
+    single = query_BT.shape[1] == 1 and query_BT.device.type != "cpu"
+    return -group % (1 << (group - 1).bit_length()) if single else 0
+
+
 def flex_step(
-    q_BHD: Tensor, k_BGND: Tensor, v_BGND: Tensor, mask: BlockMask, visible_BN: Tensor, scale: float
+    q_BHD: Tensor, k_BGND: Tensor, v_BGND: Tensor, mask: BlockMask, visible_BXN: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query a row by FlexAttention: output [B, H, D] and weights [B, G, R, N], from a second
     pass over K with FlexAttention's log-sum-exp where the compiler can return it (not on CPUs)."""
     if q_BHD.device.type == "cpu":
         out_BHTD = flex(q_BHD[:, :, None], k_BGND, v_BGND, mask, scale)
-        return out_BHTD[:, :, 0], dense_weights(q_BHD, k_BGND, visible_BN, scale)
+        return out_BHTD[:, :, 0], dense_weights(q_BHD, k_BGND, visible_BXN, scale)
     out_BHTD, lse_BH1 = _flex(q_BHD[:, :, None], k_BGND, v_BGND, mask, scale, AuxRequest(lse=True))
     assert lse_BH1 is not None
-    logits_BGRN = _logits(q_BHD, k_BGND, visible_BN, scale)
+    logits_BGRN = _logits(q_BHD, k_BGND, visible_BXN, scale)
     lse_BGR1 = rearrange(lse_BH1, "b (g r) 1 -> b g r 1", g=k_BGND.shape[1])
     weights_BGRN = torch.exp(logits_BGRN - torch.where(lse_BGR1 == -torch.inf, 0.0, lse_BGR1))
     return out_BHTD[:, :, 0], weights_BGRN
 
 
-def _masses(q_BHD: Tensor, k_BGND: Tensor, visible_BN: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _masses(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """One query's softmax before its division: the numerators [B, G, R, N], and their sum [B, G, R, 1]."""
-    logits_BGRN = _logits(q_BHD, k_BGND, visible_BN, scale)
+    logits_BGRN = _logits(q_BHD, k_BGND, visible_BXN, scale)
     # A row that sees nothing has no maximum: 0 in its place makes every weight exp(-inf) = 0.
     top_BGR1 = logits_BGRN.amax(-1, keepdim=True)
     mass_BGRN = torch.exp(logits_BGRN - torch.where(top_BGR1 == -torch.inf, 0.0, top_BGR1))
@@ -254,7 +279,7 @@ def _masses(q_BHD: Tensor, k_BGND: Tensor, visible_BN: Tensor, scale: float) -> 
     return mass_BGRN, mass_BGRN.sum(-1, keepdim=True).clamp_min(torch.finfo(mass_BGRN.dtype).tiny)
 
 
-def _logits(q_BHD: Tensor, k_BGND: Tensor, visible_BN: Tensor, scale: float) -> Tensor:
+def _logits(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) -> Tensor:
     accurate = torch.promote_types(q_BHD.dtype, torch.float32)
     q_BGRD = rearrange(q_BHD, "b (g r) d -> b g r d", g=k_BGND.shape[1]).to(accurate)
     if _fuses(k_BGND):
@@ -265,7 +290,7 @@ def _logits(q_BHD: Tensor, k_BGND: Tensor, visible_BN: Tensor, scale: float) -> 
         logits_BGRN = logits_BGRCM.flatten(3) * scale
     else:
         logits_BGRN = torch.matmul(q_BGRD, k_BGND.to(accurate).mT) * scale
-    return torch.where(visible_BN[:, None, None], logits_BGRN, -torch.inf)
+    return torch.where(visible_BXN[:, :, None], logits_BGRN, -torch.inf)
 
 
 def _fuses(k_BGND: Tensor) -> bool:
@@ -276,22 +301,22 @@ def _fuses(k_BGND: Tensor) -> bool:
     return torch.compiler.is_compiling() and k_BGND.shape[2] % SPLITS == 0
 
 
-def _blocks(position_BX: Tensor) -> Tensor:
-    """Positions cut into mask blocks, [B, blocks, positions of a block], the last one filled up with -1.
-    Fewer than a block of them are one, as they are."""
-    size = min(MASK_BLOCK, position_BX.shape[1])
-    return F.pad(position_BX, (0, -position_BX.shape[1] % size), value=-1).unflatten(1, (-1, size))
+def _blocks(position_P: Tensor) -> Tensor:
+    """Positions [..., P] cut into mask blocks, [..., blocks, positions of a block], the last one filled up
+    with -1. Fewer than a block of them are one, as they are."""
+    size = min(MASK_BLOCK, position_P.shape[-1])
+    return F.pad(position_P, (0, -position_P.shape[-1] % size), value=-1).unflatten(-1, (-1, size))
 
 
-def _block_range(position_BX: Tensor) -> tuple[Tensor, Tensor]:
+def _block_range(position_P: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest and largest position in each block; -1 is no position, and a block without any gets (big,
     -1)."""
-    blocks = _blocks(position_BX)
+    blocks = _blocks(position_P)
     return torch.where(blocks < 0, torch.iinfo(blocks.dtype).max, blocks).amin(-1), blocks.amax(-1)
 
 
-def _block_full(position_BX: Tensor) -> Tensor:
-    return (_blocks(position_BX) >= 0).all(-1)
+def _block_full(position_P: Tensor) -> Tensor:
+    return (_blocks(position_P) >= 0).all(-1)
 
 
 def _block_list(chosen_BQK: Tensor) -> tuple[Tensor, Tensor]:

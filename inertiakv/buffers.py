@@ -3,10 +3,9 @@ that go."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from . import memory
 from .cache import CacheShape, SlotCache, bucket
+from .config import Scope
 from .protocol import LanguageModel
 
 
@@ -14,19 +13,14 @@ class Buffers:
     """Makes caches for a model. The decode cache is kept from one conversation to the next, at the same
     address, so that compiled graphs stay valid; one of another shape replaces it."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel, scope: Scope) -> None:
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
+        self.scope: Scope = scope
         self._decode_cache: SlotCache | None = None
 
     def shape(self, batch: int, slots: int) -> CacheShape:
-        return CacheShape(
-            self.config.num_layers, batch, self.config.num_kv_heads, slots, self.config.head_dim
-        )
-
-    def decode_slots(self, counts: Sequence[int], budgets: Sequence[int], new_tokens: int) -> int:
-        """Slots for rows that hold `counts` tokens and will be fed `new_tokens`: never more than budget + 1 a
-        row."""
-        return bucket(max(min(b + 1, n + new_tokens + 1) for n, b in zip(counts, budgets, strict=True)))
+        config = self.config
+        return CacheShape(config.num_layers, batch, config.num_kv_heads, slots, config.head_dim, self.scope)
 
     def prompt_cache(self, batch: int, tokens: int) -> SlotCache:
         """A cache for whole prompts, or a further turn, of at most `tokens` tokens a row; its memory is in

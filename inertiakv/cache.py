@@ -1,9 +1,7 @@
-"""The slot cache: static K and V buffers, and the table that says which position each slot holds.
+"""The slot cache: static K and V buffers, and the tables that say which position each slot holds.
 
-Slots are physical, positions are logical. A token keeps the position it has in the uncompressed sequence,
-whatever is evicted around it, and its slot says nothing about its age.
-
-Shape letters: B batch, T query tokens, L layers, G KV heads, N slots, D head dim, K slots kept.
+Shape letters: B batch, T query tokens, L layers, G KV heads, X retention sets of a layer (1 or G), N slots, D
+head dim, K slots kept.
 """
 
 from __future__ import annotations
@@ -14,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .eviction import EMPTY, next_slot
+from .config import Scope
+from .eviction import EMPTY
+from .table import Table
 
 MASK_BLOCK = 128
 """Slots come in multiples of this: FlexAttention's block of a mask."""
@@ -40,6 +40,16 @@ class CacheShape:
     kv_heads: int
     slots: int
     head_dim: int
+    scope: Scope = "shared"
+
+    @property
+    def tables(self) -> int:
+        return 1 if self.scope == "shared" else self.layers
+
+    @property
+    def sets(self) -> int:
+        """Retention sets of a row in each table."""
+        return self.kv_heads if self.scope == "head" else 1
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of K and V in all layers."""
@@ -70,51 +80,50 @@ class LayerCache(nn.Module):
         self.k_BGND = self.k_BGND.new_empty(0)
         self.v_BGND = self.v_BGND.new_empty(0)
 
-    def write(self, slots_BT: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+    def write(self, slots_BXT: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Put new tokens' K and V into their slots, in place."""
-        row_B1 = torch.arange(slots_BT.shape[0], device=slots_BT.device)[:, None]
-        self.k_BGND[row_B1, :, slots_BT] = k_BGTD.transpose(1, 2)
-        self.v_BGND[row_B1, :, slots_BT] = v_BGTD.transpose(1, 2)
+        batch, heads = k_BGTD.shape[:2]
+        row_B11 = torch.arange(batch, device=slots_BXT.device)[:, None, None]
+        head_G1 = torch.arange(heads, device=slots_BXT.device)[:, None]
+        slots_BGT = slots_BXT.expand(-1, heads, -1)
+        self.k_BGND[row_B11, head_G1, slots_BGT] = k_BGTD
+        self.v_BGND[row_B11, head_G1, slots_BGT] = v_BGTD
 
-    def fill_from(self, source: LayerCache, slots_BK: Tensor, counts: list[int]) -> None:
-        """Copy the first `counts[b]` of `source`'s slots `slots_BK` into row b's first slots and zero the
-        others. Row by row, so that the only memory it takes beyond its own is one row's kept tokens."""
+    def fill_from(self, source: LayerCache, slots_BXK: Tensor, counts: list[list[int]]) -> None:
+        """Copy the first `counts[b][x]` of `source`'s slots `slots_BXK` into set x's first slots and zero the
+        others. Set by set, so that the only memory it takes beyond its own is one set's kept tokens."""
+        heads = self.k_BGND.shape[1] // slots_BXK.shape[1]
         for mine_BGND, theirs_BGND in ((self.k_BGND, source.k_BGND), (self.v_BGND, source.v_BGND)):
-            for row, kept in enumerate(counts):
-                mine_BGND[row, :, :kept] = theirs_BGND[row].index_select(1, slots_BK[row, :kept])
-                mine_BGND[row, :, kept:] = 0
+            for row, of_row in enumerate(counts):
+                for x, kept in enumerate(of_row):
+                    own = slice(x * heads, (x + 1) * heads)
+                    mine_BGND[row, own, :kept] = theirs_BGND[row, own].index_select(
+                        1, slots_BXK[row, x, :kept]
+                    )
+                    mine_BGND[row, own, kept:] = 0
 
 
 class SlotCache(nn.Module):
-    """K and V of all layers, and one table for all of them (the paper's shared retention set).
+    """K and V of all layers, and the tables of their retention sets: one for all layers (the paper's), one
+    for each, or one for each with a set for every KV head.
 
     A module with buffers, so that a compiled graph takes them at fixed addresses and writes them in place.
-
-    * `position_BN` int32: the logical position in each slot, `EMPTY` where there is none;
-    * `utility_BN`: each token's utility m, float32 (float64 for a float64 model), 0 where empty;
-    * `free_B` int64: the slot that the row's next token takes;
-    * `budget_B` int64: tokens that the row keeps.
     """
 
     layers: Sequence[LayerCache]
-    position_BN: Tensor
-    utility_BN: Tensor
-    free_B: Tensor
-    budget_B: Tensor
+    tables: Sequence[Table]
 
     def __init__(
         self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device | str, allocate: bool = True
     ) -> None:
         super().__init__()
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
-        table = (shape.batch, shape.slots)
         score_dtype = torch.promote_types(dtype, torch.float32)
         layers = nn.ModuleList(LayerCache(shape, dtype, self.device) for _ in range(shape.layers))
-        self.layers = layers  # type: ignore[assignment]
-        self.register_buffer("position_BN", torch.full(table, EMPTY, dtype=torch.int32, device=device))
-        self.register_buffer("utility_BN", torch.zeros(table, dtype=score_dtype, device=device))
-        self.register_buffer("free_B", torch.zeros(shape.batch, dtype=torch.int64, device=device))
-        self.register_buffer("budget_B", torch.full((shape.batch,), shape.slots, device=device))
+        tables = nn.ModuleList(
+            Table(shape.batch, shape.sets, shape.slots, score_dtype, self.device) for _ in range(shape.tables)
+        )
+        self.layers, self.tables = layers, tables  # type: ignore[assignment]
         if allocate:
             self.allocate()
 
@@ -131,67 +140,67 @@ class SlotCache(nn.Module):
         )
 
     @property
-    def count_B(self) -> Tensor:
-        """Tokens that each row holds, int64."""
-        return (self.position_BN > EMPTY).sum(-1)
+    def most_B(self) -> Tensor:
+        """Tokens in the fullest set of each row, int64."""
+        return torch.stack([table.count_BX.amax(-1) for table in self.tables]).amax(0)
+
+    @property
+    def mean_B(self) -> Tensor:
+        """Tokens that each row holds in the mean over its sets, float64."""
+        return torch.stack([table.count_BX.double().mean(-1) for table in self.tables]).mean(0)
+
+    @property
+    def overfull_B(self) -> Tensor:
+        """Whether a row has a set that holds more than its budget."""
+        over = [(table.count_BX > table.budget_BX).any(-1) for table in self.tables]
+        return torch.stack(over).any(0)
+
+    def slots_for(self, new_tokens: int, keep_BXN: Sequence[Tensor] | None = None) -> int:
+        """Slots to allocate for these tokens, or those marked, and `new_tokens` more: never more than a set's
+        budget and one."""
+        masks = self.everything() if keep_BXN is None else keep_BXN
+        used = [
+            torch.minimum(table.budget_BX + 1, kept_BXN.sum(-1) + new_tokens + 1).max()
+            for table, kept_BXN in zip(self.tables, masks, strict=True)
+        ]
+        return bucket(int(torch.stack(used).max()))
 
     def clear(self) -> None:
         """Forget everything. V is zeroed as well: a NaN left by a former request would outlive its token,
         since the weight 0 of an unseen slot times NaN is NaN."""
-        self.position_BN.fill_(EMPTY)
-        self.utility_BN.zero_()
-        self.free_B.zero_()
+        for table in self.tables:
+            table.clear()
         for layer in self.layers:
             layer.v_BGND.zero_()
 
+    def everything(self) -> list[Tensor]:
+        """Masks that mark all tokens, as `take_from` wants them."""
+        return [table.position_BXN > EMPTY for table in self.tables]
+
     def insert(self, slots_BT: Tensor, positions_BT: Tensor) -> None:
-        """Enter new tokens, of utility 0, into the table. A token at position `EMPTY` is padding and enters
-        nothing."""
-        self.position_BN.scatter_(1, slots_BT, positions_BT.to(torch.int32))
-        self.utility_BN.scatter_(1, slots_BT, 0.0)
+        """Enter tokens into all sets, at the same slots."""
+        for table in self.tables:
+            table.insert(slots_BT[:, None].expand(-1, self.shape.sets, -1), positions_BT)
 
-    def evict_one(self, protected_BN: Tensor, active_B: Tensor) -> Tensor:
-        """Choose the next token's slot in the active rows and empty it; bool_B: whether that evicted a token.
+    def keep(self, keep_BXN: Sequence[Tensor]) -> None:
+        """Evict all tokens but those marked in each table, in place."""
+        for table, kept_BXN in zip(self.tables, keep_BXN, strict=True):
+            table.keep(kept_BXN)
 
-        Runs inside the graph. Other rows stay as they are.
-        """
-        free_B = next_slot(self.position_BN, self.utility_BN, protected_BN, self.budget_B)
-        free_B = torch.where(active_B, free_B, self.free_B)
-        free_B1 = free_B[:, None]
-        evicts_B = active_B & (self.position_BN.gather(1, free_B1)[:, 0] > EMPTY)
-        self.free_B.copy_(free_B)
-        self.position_BN.scatter_(1, free_B1, EMPTY)
-        self.utility_BN.scatter_(1, free_B1, 0.0)
-        return evicts_B
-
-    def keep(self, keep_BN: Tensor) -> None:
-        """Evict all tokens but those that `keep_BN` marks, in place. Every row must have an empty slot
-        then."""
-        self.position_BN.masked_fill_(~keep_BN, EMPTY)
-        self.utility_BN.masked_fill_(~keep_BN, 0.0)
-        self.free_B.copy_((~keep_BN).int().argmax(-1))
-
-    def take_from(self, source: SlotCache, keep_BN: Tensor, *, release: bool) -> None:
-        """Become a copy of the tokens that `keep_BN` marks in `source`, oldest first, with their utilities.
+    def take_from(self, source: SlotCache, keep_BXN: Sequence[Tensor], *, release: bool) -> None:
+        """Become a copy of the tokens that the masks mark in `source`, a mask for each table of this cache,
+        oldest first, with their utilities and budgets. `source` may have fewer sets.
 
         Layer by layer, allocating here what has no memory yet and giving back the source's with `release`:
         then no more than one layer of this cache is ever held beside the source.
         """
-        count_B = keep_BN.sum(-1)
-        counts = count_B.tolist()
-        kept = max(counts)
-        assert kept < self.shape.slots, f"{kept} tokens and the next one in {self.shape.slots} slots"
-        age_BN = torch.where(keep_BN, source.position_BN, torch.iinfo(torch.int32).max)
-        slots_BK = age_BN.argsort(-1)[:, :kept]
-        real_BK = torch.arange(kept, device=self.device) < count_B[:, None]
-
-        self.position_BN.fill_(EMPTY)
-        self.position_BN[:, :kept] = torch.where(real_BK, source.position_BN.gather(1, slots_BK), EMPTY)
-        self.utility_BN.zero_()
-        self.utility_BN[:, :kept] = torch.where(real_BK, source.utility_BN.gather(1, slots_BK), 0.0)
-        self.free_B.copy_(count_B)
-        for mine, theirs in zip(self.layers, source.layers, strict=True):
+        moved: list[tuple[Tensor, list[list[int]]]] = []
+        for index, (mine_table, kept_BXN) in enumerate(zip(self.tables, keep_BXN, strict=True)):
+            its_source = source.tables[min(index, len(source.tables) - 1)]
+            slots_BXK, count_BX = mine_table.take_from(its_source, kept_BXN)
+            moved.append((slots_BXK, count_BX.tolist()))
+        for index, (mine, theirs) in enumerate(zip(self.layers, source.layers, strict=True)):
             mine.allocate()
-            mine.fill_from(theirs, slots_BK, counts)
+            mine.fill_from(theirs, *moved[min(index, len(moved) - 1)])
             if release:
                 theirs.release()

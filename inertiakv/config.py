@@ -1,34 +1,32 @@
-"""What to evict and when, as data: `EvictionConfig`, and the named policies."""
+"""What to evict and when, as data: `EvictionConfig`."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal, get_args
 
+ScorerName = Literal[
+    "attention",
+    "value_norm",
+    "entropy",
+    "above_mean",
+    "keydiff",
+    "key_norm",
+    "recency",
+    "random",
+    "learned",
+    "none",
+]
 Aggregation = Literal["ema", "cumulative", "single"]
 Coupling = Literal["layer_temporal", "temporal", "layer"]
+Scope = Literal["shared", "layer", "head"]
+Allocation = Literal["uniform", "pyramid", "adaptive"]
 
 DEFAULT_COMPRESSION = 0.9
 DEFAULT_ALPHA = 0.8
 MAX_BUDGET = 2**31 - 1
 """More tokens than any position can number: a budget that evicts nothing."""
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(choices)}")
-
-
-def _check_unit(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")
-
-
-def _check_int(name: str, value: object, least: int, hint: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}{hint}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,19 @@ class EvictionConfig:
     """Share of the prompt's tokens to evict, in [0, 1): 0.9 keeps a tenth. 0.9 where no budget is given."""
     budget: int | None = None
     """Tokens kept in each row, whatever its prompt's length; instead of `compression`."""
+    scorer: ScorerName = "attention"
+    """What a token is worth. `none` scores nothing: the oldest goes."""
+    scorer_file: str | None = None
+    """The weights of `learned`, a safetensors file."""
+    seed: int | None = None
+    """Of the scorer `random`; 0 by default."""
+    scope: Scope = "shared"
+    """What has a retention set of its own: all layers together, a layer, or a layer's KV head."""
+    allocation: Allocation = "uniform"
+    """How a row's budget is spread over its sets: alike, falling from the first layer to the last, or among
+    the heads of a layer as their utilities in the prompt compare."""
+    layers: tuple[int, ...] | None = None
+    """Layers that score, counted from 0, for the shared set; all by default."""
     aggregation: Aggregation = "ema"
     """How scores are carried over layers and steps: a moving average, a sum, or not at all."""
     alpha: float | None = None
@@ -53,22 +64,71 @@ class EvictionConfig:
     """Memory from step to step, in [0, 1), set by itself whatever the coupling would give."""
     refresh: int | Literal["once"] = 1
     """Score at every r-th decode step, or `once`: at the first one only."""
+    new_token: Literal["zero", "mean"] = "zero"
+    """Utility that a scored step's new token starts from: 0, or the mean of the others."""
+    evict_at: Literal["first_step", "prompt"] = "first_step"
+    """When the prompt is evicted to budget: in the first decode step, or before it."""
+    after: Literal["rule", "recency", "none"] = "rule"
+    """What is evicted while decoding, once the prompt was evicted before it: by the rule, the oldest,
+    nothing."""
+    window: int = 0
+    """Last queries of the prompt that score together when it is evicted, beside the first decode step's
+    own."""
+    pool: int = 1
+    """Positions, an odd number, over whose utilities each token's is pooled when the set is chosen."""
+    pool_by: Literal["max", "mean"] = "max"
+    """The utility of a pool of positions."""
+    pool_at: Literal["prompt", "always"] = "prompt"
+    """Pool where the prompt is evicted, or at every eviction."""
     sinks: int = 0
     """Positions at the start of the sequence that are never evicted."""
-    recent: int = 0
-    """Newest positions that are never evicted."""
+    recent: int | float = 0
+    """Newest positions that are never evicted: a number of them, or with a point a share of the budget."""
+    reserve: float = 0.0
+    """Share of the budget, in [0, 1), that is never evicted: in equal parts the first positions, the newest,
+    and some spaced evenly over the prompt."""
+    rescue: int = 0
+    """Equal segments of the prompt that each keep at least their best token when it is evicted."""
+    protect_prompt: bool = False
+    """Never evict the prompt; the budget is for the tokens after it."""
 
     def __post_init__(self) -> None:
-        _check_choice("aggregation", self.aggregation, ("ema", "cumulative", "single"))
-        _check_choice("coupling", self.coupling, ("layer_temporal", "temporal", "layer"))
+        self._check_values()
         self._resolve_budget()
         self._resolve_smoothing()
+        self._check_scores()
+        self._check_sets()
+        self._check_prompt_eviction()
+        if self.budget is not None:
+            self._check_protection(self.budget)
+
+    def _check_values(self) -> None:
+        for name, choices in (
+            ("scorer", ScorerName),
+            ("scope", Scope),
+            ("allocation", Allocation),
+            ("aggregation", Aggregation),
+            ("coupling", Coupling),
+            ("new_token", Literal["zero", "mean"]),
+            ("evict_at", Literal["first_step", "prompt"]),
+            ("after", Literal["rule", "recency", "none"]),
+            ("pool_by", Literal["max", "mean"]),
+            ("pool_at", Literal["prompt", "always"]),
+        ):
+            check_choice(name, getattr(self, name), get_args(choices))
         if self.refresh != "once":
             _check_int("refresh", self.refresh, 1, hint=" or 'once'")
-        _check_int("sinks", self.sinks, 0)
-        _check_int("recent", self.recent, 0)
-        if self.budget is not None and self.sinks + self.recent > self.budget:
-            raise ValueError(self._overprotected(self.budget))
+        for name, least in (("window", 0), ("pool", 1), ("sinks", 0), ("rescue", 0)):
+            _check_int(name, getattr(self, name), least)
+        if self.pool % 2 == 0:
+            raise ValueError(f"pool must be an odd number of positions, got {self.pool}")
+        if isinstance(self.recent, float):
+            _check_unit("recent, as a share of the budget,", self.recent)
+        else:
+            _check_int("recent", self.recent, 0)
+        _check_unit("reserve", self.reserve)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0)
 
     def _resolve_budget(self) -> None:
         if self.budget is not None:
@@ -81,69 +141,122 @@ class EvictionConfig:
             _check_unit("compression", self.compression)
 
     def _resolve_smoothing(self) -> None:
-        if self.aggregation == "ema":
+        if self.scorer == "none":
+            self._refuse(
+                "scorer='none'", "aggregation", "alpha", "coupling", "step_alpha", "refresh", "new_token"
+            )
+        elif self.aggregation == "ema":
             if self.alpha is None:
                 object.__setattr__(self, "alpha", DEFAULT_ALPHA)
             _check_unit("alpha", self.alpha)
             if self.step_alpha is not None:
                 _check_unit("step_alpha", self.step_alpha)
-            return
-        for name, default in (("alpha", None), ("step_alpha", None), ("coupling", "layer_temporal")):
-            if getattr(self, name) != default:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} has no effect with aggregation={self.aggregation!r}"
-                )
+        else:
+            self._refuse(f"aggregation={self.aggregation!r}", "alpha", "step_alpha", "coupling")
 
-    def _overprotected(self, budget: int) -> str:
-        asked = f"sinks ({self.sinks}) + recent ({self.recent})"
-        return f"{asked} protect more tokens than the budget of {budget} keeps"
+    def _check_scores(self) -> None:
+        if (self.scorer == "learned") != (self.scorer_file is not None):
+            raise ValueError("scorer='learned' and scorer_file go together")
+        if self.scorer != "random":
+            self._refuse(f"scorer={self.scorer!r}", "seed")
+        elif self.seed is None:
+            object.__setattr__(self, "seed", 0)
+        if self.scorer == "none":
+            self._refuse("scorer='none'", "window", "pool", "pool_by", "pool_at", "rescue", "layers")
+        if self.pool == 1:
+            self._refuse("pool=1", "pool_by", "pool_at")
+
+    def _check_sets(self) -> None:
+        if self.scope != "shared":
+            self._refuse(f"scope={self.scope!r}", "layers", "coupling")
+        if self.layers is not None:
+            if not self.layers or len(set(self.layers)) < len(self.layers):
+                raise ValueError(f"layers must be different ones, at least one, got {self.layers}")
+            for layer in self.layers:
+                _check_int("a layer that scores", layer, 0)
+        if self.allocation == "pyramid" and self.scope == "shared":
+            raise ValueError("allocation='pyramid' needs a set for each layer: scope='layer' or 'head'")
+        if self.allocation == "adaptive" and self.scope != "head":
+            raise ValueError("allocation='adaptive' needs a set for each head: scope='head'")
+        if self.allocation == "adaptive" and self.scorer == "none":
+            raise ValueError("allocation='adaptive' compares utilities, which scorer='none' has not")
+
+    def _check_prompt_eviction(self) -> None:
+        if self.protect_prompt:
+            self._refuse(
+                "protect_prompt=True", "evict_at", "window", "rescue", "reserve", "sinks", "allocation"
+            )
+        if self.evict_at == "first_step":
+            self._refuse("evict_at='first_step'", "after")
+        elif self.window == 0 and self.scores:
+            raise ValueError("evict_at='prompt' scores queries of the prompt: give window, 32 say")
+        if self.after != "rule":
+            self._refuse(f"after={self.after!r}", "refresh", "new_token")
+            if self.pool_at == "always":
+                raise ValueError(f"pool_at='always' has no effect with after={self.after!r}")
+
+    def _refuse(self, because: str, *names: str) -> None:
+        """Raise ValueError where one of these options was given, though `because` leaves it without
+        effect."""
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(self)}
+        for name in names:
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(f"{name}={getattr(self, name)!r} has no effect with {because}")
+
+    @property
+    def scores(self) -> bool:
+        return self.scorer != "none"
 
     def budget_for(self, prompt_tokens: int) -> int:
-        """Tokens a row with this prompt keeps: floor((1 - compression) * prompt_tokens), at least 1.
+        """Tokens a row with this prompt keeps: floor((1 - compression) * prompt_tokens), at least 1; on
+        average over its retention sets, and with `protect_prompt` beside the prompt.
 
         Exact in decimal: a compression of 0.9 keeps 100 of 1,000 tokens, not the 99 of binary floating point.
-        Raises ValueError where sinks and recent alone exceed it.
+        Raises ValueError where what is protected alone exceeds it.
         """
         budget = self.budget if self.budget is None else min(self.budget, MAX_BUDGET)
         if budget is None:
             budget = max(1, int((1 - Fraction(str(self.compression))) * prompt_tokens))
-        if self.sinks + self.recent > budget:
-            raise ValueError(f"{self._overprotected(budget)} of a prompt of {prompt_tokens} tokens")
+        if self.protect_prompt:
+            budget = min(prompt_tokens + budget, MAX_BUDGET)
+        self._check_protection(budget, f" of a prompt of {prompt_tokens} tokens")
         return budget
 
+    def protection_for(self, budget: int, prompt_tokens: int) -> tuple[int, int, int]:
+        """How many positions of a row are protected: at the start, at the end, and spaced over the prompt."""
+        share = int(Fraction(str(self.reserve)) * budget)
+        sinks = prompt_tokens if self.protect_prompt else self.sinks + share // 3
+        recent = self.recent
+        if isinstance(recent, float):
+            recent = int(Fraction(str(recent)) * budget)
+        return sinks, recent + share // 3, share - 2 * (share // 3)
+
     def refreshes_at(self, step: int) -> bool:
-        """Whether decode step `step` (counted from 1) scores. The first always does."""
-        return step == 1 if self.refresh == "once" else (step - 1) % self.refresh == 0
+        """Whether decode step `step` (counted from 1) scores."""
+        if not self.scores or self.after != "rule":
+            return False
+        if self.refresh == "once":
+            return step == 1 and self.evict_at == "first_step"
+        return (step - 1) % self.refresh == 0
+
+    def _check_protection(self, budget: int, of: str = "") -> None:
+        sinks, recent, spaced = self.protection_for(budget, 0)
+        protected = {"sinks": sinks, "recent": recent, "reserve": spaced, "rescue": self.rescue}
+        if sum(protected.values()) > budget:
+            asked = " + ".join(f"{name} ({number})" for name, number in protected.items() if number)
+            raise ValueError(f"{asked} protect more tokens than the budget of {budget} keeps{of}")
 
 
-POLICIES: dict[str, EvictionConfig | None] = {
-    "full": None,
-    "inertiakv": EvictionConfig(),
-    "lazy4": EvictionConfig(refresh=4),
-    "score_free": EvictionConfig(refresh="once"),
-    "cumulative": EvictionConfig(aggregation="cumulative"),
-    "single": EvictionConfig(aggregation="single"),
-}
-"""The named policies. `None`, the full cache, keeps every token."""
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(choices)}")
 
 
-def policy(name: str, **changes: object) -> EvictionConfig | None:
-    """The named policy, with fields of its config replaced; None is the full cache.
+def _check_unit(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")
 
-    `budget=` takes the place of the policy's compression. Raises ValueError for an unknown name or field, and
-    for any change to `full`, which has nothing to configure.
-    """
-    _check_choice("policy", name, tuple(POLICIES))
-    base = POLICIES[name]
-    fields = {field.name for field in dataclasses.fields(EvictionConfig)}
-    for change in changes:
-        _check_choice("option", change, tuple(sorted(fields)))
-    if base is None:
-        if changes:
-            raise ValueError(f"{', '.join(changes)} has no effect with policy 'full', which evicts nothing")
-        return None
-    if changes.get("budget") is not None:
-        changes.setdefault("compression", None)
-    if changes.get("aggregation", base.aggregation) != "ema":
-        changes.setdefault("alpha", None)
-    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+def _check_int(name: str, value: object, least: int, hint: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}{hint}, got {value!r}")

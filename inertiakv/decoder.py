@@ -19,18 +19,20 @@ from torch import Tensor
 from . import saved
 from .aggregation import Aggregation
 from .attention import choose_backend
+from .budgets import Budgets
 from .buffers import Buffers
 from .cache import SlotCache, bucket
 from .config import MAX_BUDGET, EvictionConfig
-from .eviction import EMPTY
 from .graphs import Graphs
 from .prefill import Prefill, Progress
 from .prompts import Prompts, check_positions, count_rows, is_single, to_rows
 from .protocol import LanguageModel
+from .recording import Recorder, Recording
 from .results import FinishReason, Generation, Stats
 from .rows import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, Rows
 from .sampling import Sampling
 from .steps import Method, decode_step, evicting_step
+from .table import Table
 
 Stop = Callable[[int, list[int]], bool]
 """Called with a row and the tokens of its answer so far; True ends the row."""
@@ -61,6 +63,7 @@ class Decoder:
     * `compile`: run the decode step as compiled graphs; without, the same functions run eagerly.
     * `attention`: "dense", "flex", or "auto" for the faster one on the model's device.
     * `prefill_chunk`: tokens of a prompt that go through the model at a time.
+    * `record`: decode steps of an answer to record for `recording`.
     * `on_compile`: called before a graph is compiled, which takes seconds, with what it is for.
     """
 
@@ -73,9 +76,12 @@ class Decoder:
         attention: str = "auto",
         prefill_chunk: int = 2048,
         on_compile: Callable[[str], None] | None = None,
+        record: int = 0,
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+        if record and (eviction is None or eviction.scope != "shared" or not eviction.scores):
+            raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
         self.model, self.eviction = model, eviction
         backend = choose_backend(attention, model.device, model.dtype, compile)
         self.method = Method(eviction, backend, tuple(dict.fromkeys(model.config.windows)))
@@ -84,11 +90,14 @@ class Decoder:
             score_dtype = torch.promote_types(model.dtype, torch.float32)
             self.aggregation = Aggregation(eviction, model.config.num_layers, score_dtype, model.device)
         self.graphs = Graphs(compile, model.device, on_compile)
-        self.buffers = Buffers(model)
+        self.buffers = Buffers(model, "shared" if eviction is None else eviction.scope)
         self._prefill = Prefill(model, self.method, self.graphs, prefill_chunk)
+        self._record = record
+        self._recorder: Recorder | None = None
         self._rows_by_batch: dict[int, Rows] = {}
         self.rows: Rows
         self.cache: SlotCache | None
+        self._last_tokens: list[list[int]] = []
         self._forget()
 
     def generate(
@@ -135,31 +144,33 @@ class Decoder:
         """Start a conversation with `prompts` without answering yet. `max_new_tokens` sizes the buffers for
         `decode`. Raises as `generate` does."""
         rows = to_rows(prompts, self.model.config.vocab_size)
-        lengths, batch = [len(row) for row in rows], len(rows)
-        check_positions(lengths, max_new_tokens, self.model.config.max_positions)
-        budgets = [MAX_BUDGET if self.eviction is None else self.eviction.budget_for(n) for n in lengths]
-        overfull = any(n > budget for n, budget in zip(lengths, budgets, strict=True))
-        decode_slots = self.buffers.decode_slots(lengths, budgets, max_new_tokens)
-        self._check_model()
-        self.buffers.require(
-            batch,
-            bucket(max(lengths) + 1) if overfull else 0,
-            decode_slots,
-            min(max(lengths), self._prefill.chunk),
-        )
-
-        self._forget()
-        decode_cache = self.buffers.decode_cache(batch, decode_slots)
-        self.cache = self.buffers.prompt_cache(batch, max(lengths)) if overfull else decode_cache
-        self.cache.allocate()
-        self.cache.clear()
-        self.cache.budget_B.copy_(torch.tensor(budgets))
-        self._overfull = overfull
-        self.rows = self._rows_for(batch)
-        self.rows.start()
-        self.stats = Stats(lengths, [None if self.eviction is None else budget for budget in budgets])
+        self._begin([len(row) for row in rows], max_new_tokens)
         with self._whole():
             self._enter(rows, progress)
+            if self._evicts_prompt:
+                self._evict_to_budget(max_new_tokens, new=False)
+
+    def _begin(self, lengths: list[int], max_new_tokens: int) -> None:
+        """Make the buffers for a conversation that begins with prompts of these lengths."""
+        batch, longest = len(lengths), max(lengths)
+        check_positions(lengths, max_new_tokens, self.model.config.max_positions)
+        budgets = Budgets(self.eviction, lengths, self.model.config.num_layers)
+        slots = budgets.decode_slots(max_new_tokens)
+        self._check_model()
+        prompt_slots = bucket(longest + 1) if budgets.overfull else 0
+        self.buffers.require(batch, prompt_slots, slots, min(longest, self._prefill.chunk))
+
+        self._forget()
+        decode_cache = self.buffers.decode_cache(batch, slots)
+        self.cache = self.buffers.prompt_cache(batch, longest) if budgets.overfull else decode_cache
+        self.cache.allocate()
+        self.cache.clear()
+        for table, of_rows in zip(self.cache.tables, budgets.tables, strict=False):
+            table.budget_BX.copy_(torch.tensor(of_rows)[:, None])
+        self._overfull = budgets.overfull
+        self.rows = self._rows_for(batch)
+        self.rows.start(lengths, budgets.protection)
+        self.stats = Stats(lengths, [None if self.eviction is None else budget for budget in budgets.rows])
 
     @torch.no_grad()
     def extend(self, turns: Prompts, *, max_new_tokens: int = 0, progress: Progress | None = None) -> None:
@@ -173,7 +184,7 @@ class Decoder:
         """
         rows = to_rows(turns, self.model.config.vocab_size, what="turn")
         cache = self._conversation()
-        counts, lengths = cache.count_B.tolist(), self.rows.position_B.tolist()
+        counts, lengths = cache.most_B.tolist(), self.rows.position_B.tolist()
         if len(rows) != len(counts):
             raise ValueError(f"{len(rows)} turns for a conversation of {len(counts)} rows")
         for row, token, fed in zip(rows, self.rows.token_B.tolist(), self.rows.fed_B.tolist(), strict=True):
@@ -194,13 +205,17 @@ class Decoder:
         self.rows.finished_B.fill_(False)
         self._stopped.clear()
         self._turn = object()
-        if self.eviction is None:
+        self._turn_step = 0
+        if self.eviction is None or self._evicts_prompt:
             self._enter(rows, progress)
+            if self._evicts_prompt:
+                self._evict_to_budget(max_new_tokens, new=False)
             return
         if any(len(row) > 1 for row in rows):
             self._enter([row[:-1] for row in rows], progress)
+        else:
+            self._last_tokens = [[] for _ in rows]
         self.rows.token_B.copy_(torch.tensor([row[-1] for row in rows]))
-        self._turn_step = 0
         self._evict_to_budget(max_new_tokens)
 
     def decode(
@@ -237,8 +252,11 @@ class Decoder:
         self._logits_BV: Tensor | None = (
             None  # of the last token fed, where none has been chosen from them yet
         )
+        self._last_tokens = []  # of each row's prompt or turn, as many as score together
         self._turn_step = 0  # decode steps of this turn: the refresh schedule's t
         self._turn = object()  # whose answer a stream is
+        if self._recorder is not None:
+            self._recorder.start()
         self._stopped: set[int] = set()  # rows that `stop` has ended
 
     def _conversation(self) -> SlotCache:
@@ -271,41 +289,68 @@ class Decoder:
         logits."""
         cache = self._conversation()
         with self._timed("prefill"):
-            hidden_BE = self._prefill.enter(
-                cache, rows, cache.count_B.tolist(), self.rows.position_B.tolist(), progress
-            )
+            # Behind the fullest set of each row: every set takes them at the same slots.
+            slots, positions = cache.most_B.tolist(), self.rows.position_B.tolist()
+            hidden_BE = self._prefill.enter(cache, rows, slots, positions, progress)
             self.rows.position_B.add_(torch.tensor([len(row) for row in rows], device=cache.device))
             self.rows.fed_B.fill_(True)
             self._logits_BV = self.model.head(hidden_BE)
+            window = 0 if self.eviction is None else self.eviction.window
+            self._last_tokens = [row[max(0, len(row) - window) :] for row in rows]
 
-    def _move_to(self, target: SlotCache, keep_BN: Tensor | None = None) -> None:
+    def _move_to(self, target: SlotCache, keep_BXN: Sequence[Tensor] | None = None) -> None:
         """Go on in another cache, with all tokens or those marked. The decode cache alone keeps its
         memory."""
         cache = self._conversation()
-        keep_BN = cache.position_BN > EMPTY if keep_BN is None else keep_BN
-        target.budget_B.copy_(cache.budget_B)
+        keep_BXN = cache.everything() if keep_BXN is None else keep_BXN
         self.graphs.forget_recordings()  # of steps in the cache that is left, which they would keep alive
-        target.take_from(cache, keep_BN, release=not self.buffers.is_decode_cache(cache))
+        target.take_from(cache, keep_BXN, release=not self.buffers.is_decode_cache(cache))
         self.cache = target
 
-    def _evict_to_budget(self, new_tokens: int = 0) -> None:
-        """The first step of a turn: feed each row's token, score, evict down to budget, and move to the
-        decode cache."""
+    @property
+    def _evicts_prompt(self) -> bool:
+        """Whether a prompt is evicted before the first decode step."""
+        return self.eviction is not None and self.eviction.evict_at == "prompt"
+
+    def _evict_to_budget(self, new_tokens: int = 0, *, new: bool = True) -> None:
+        """Score, evict down to budget, and move to the decode cache. With `new` this is the first step of a
+        turn, and feeds each row's token."""
+        assert self.eviction is not None
         cache = self._conversation()
         with self._timed("first_step"):
-            filled = int(cache.free_B.max()) + 1
-            logits_BV, keep_BN = evicting_step(
-                self.model, cache, self.rows, self.method, self.aggregation, filled
+            before_BW = self._before()
+            end_slot = max(int(table.free_BX.max()) for table in cache.tables) + new
+            scoring = self.aggregation if self.eviction.scores else None
+            logits_BV, keep_BXN = evicting_step(
+                self.model, cache, self.rows, self.method, scoring, before_BW, new=new, end_slot=end_slot
             )
+            for table, kept_BXN in zip(cache.tables, keep_BXN, strict=True):
+                self._settle_budget(table, kept_BXN)
             if self.buffers.is_decode_cache(cache):
-                cache.keep(keep_BN)
+                cache.keep(keep_BXN)
             else:
-                counts, budgets = keep_BN.sum(-1).tolist(), cache.budget_B.tolist()
-                slots = self.buffers.decode_slots(counts, budgets, new_tokens)
-                self._move_to(self.buffers.decode_cache(self.stats.batch, slots), keep_BN)
-        self._logits_BV, self._overfull = logits_BV, False
-        self._turn_step += 1
-        self.stats.refreshes += 1
+                slots = cache.slots_for(new_tokens, keep_BXN)
+                self._move_to(self.buffers.decode_cache(self.stats.batch, slots), keep_BXN)
+        self._logits_BV = self._logits_BV if logits_BV is None else logits_BV
+        self._overfull = False
+        self._turn_step += new
+        self.stats.refreshes += scoring is not None
+
+    def _settle_budget(self, table: Table, keep_BXN: Tensor) -> None:
+        """The budgets that hold from now on, where the rule does not leave them as they were."""
+        assert self.eviction is not None
+        if self.eviction.allocation == "adaptive":
+            full_B1 = table.count_BX.sum(-1, keepdim=True) > table.budget_BX.sum(-1, keepdim=True)
+            table.budget_BX.copy_(torch.where(full_B1, keep_BXN.sum(-1), table.budget_BX))
+        if self.eviction.after == "none":
+            table.budget_BX.fill_(MAX_BUDGET)
+
+    def _before(self) -> Tensor:
+        """The prompt's last tokens, as many as score together, [B, W], -1 before the first of a shorter
+        one."""
+        longest = max(map(len, self._last_tokens))
+        padded = [[-1] * (longest - len(row)) + row for row in self._last_tokens]
+        return torch.tensor(padded, dtype=torch.int64, device=self.model.device).view(len(padded), longest)
 
     def _answer(
         self,
@@ -322,7 +367,7 @@ class Decoder:
         eos = self._check_options(self.stats.batch, max_new_tokens, sampling, eos_token_ids)
         check_positions(rows.position_B.tolist(), max_new_tokens, self.model.config.max_positions)
         rows.configure(sampling, eos, self.model.config.vocab_size)
-        slots = self.buffers.decode_slots(cache.count_B.tolist(), cache.budget_B.tolist(), max_new_tokens)
+        slots = cache.slots_for(max_new_tokens)
         with torch.no_grad():
             if not self._overfull and cache.shape.slots < slots:
                 self._move_to(self.buffers.decode_cache(self.stats.batch, slots))
@@ -363,7 +408,8 @@ class Decoder:
         """After an answer. One of a single token has not taken the first step, in which its prompt is scored
         and evicted; it is taken here, so that no cache stays overfull."""
         unfed = self._logits_BV is None and not bool(self.rows.finished_B.all())
-        if self.eviction is not None and self._turn_step == 0 and (unfed or self._overfull):
+        first = self.eviction is not None and not self._evicts_prompt and self._turn_step == 0
+        if first and (unfed or self._overfull):
             self._evict_to_budget(new_tokens)
         self._finish_stats()
 
@@ -401,6 +447,7 @@ class Decoder:
                 self.rows,
                 self.method,
                 self.aggregation,
+                self._recorder_for(cache),
                 refresh=refresh,
                 greedy=greedy,
             )
@@ -436,12 +483,26 @@ class Decoder:
     def _finish_stats(self) -> None:
         cache, stats = self._conversation(), self.stats
         stats.sequence_tokens = self.rows.position_B.tolist()
-        stats.kept_tokens = cache.count_B.tolist()
-        stats.evictions = self.rows.evictions_B.tolist()
+        stats.kept_tokens = [int(n) if n.is_integer() else n for n in cache.mean_B.tolist()]
         stats.cache_bytes = cache.allocated_bytes
         full = self.buffers.shape(stats.batch, bucket(max(stats.sequence_tokens) + 1))
         stats.full_cache_bytes = full.nbytes(cache.dtype)
         stats.graphs = replace(self.graphs.stats)
+
+    def recording(self) -> Recording:
+        """What the answer's decode steps saw. Raises ValueError where none was recorded."""
+        if self._recorder is None:
+            raise ValueError("nothing recorded: make the Decoder with record= and decode first")
+        return self._recorder.recording()
+
+    def _recorder_for(self, cache: SlotCache) -> Recorder | None:
+        if self._record and (
+            self._recorder is None
+            or self._recorder.position_TBN.shape[1:] != cache.tables[0].position_BXN[:, 0].shape
+        ):
+            shape = cache.shape
+            self._recorder = Recorder(self._record, shape.layers, shape.batch, shape.slots, cache.device)
+        return self._recorder
 
     def _check_model(self) -> None:
         """Raise ValueError where the model has been moved: graphs and buffers are made for where it was."""

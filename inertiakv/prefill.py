@@ -53,6 +53,7 @@ class Prefill:
         for index, row in enumerate(rows):
             token_BT[index, : len(row)] = torch.tensor(row, dtype=torch.int64)
 
+        even = min(slots) == max(slots) and all(bool((t.count_BX == slots[0]).all()) for t in cache.tables)
         last_BE: Tensor | None = None
         for start in range(0, longest, self.chunk):
             width = min(self.chunk, longest - start)
@@ -66,7 +67,7 @@ class Prefill:
                 # fills.
                 (slot_B1 + offset_T).clamp_max(cache.shape.slots - 1),
                 end_slot=max(slots) + start + width,
-                start_slot=slots[0] + start if min(slots) == max(slots) else None,
+                start_slot=slots[0] + start if even else None,
             )
             index_B = (length_B - 1 - start).clamp(0, hidden_BTE.shape[1] - 1)
             ends_B1 = ((length_B > start) & (length_B <= start + width))[:, None]
@@ -76,7 +77,8 @@ class Prefill:
             )
             if progress is not None:
                 progress(sum(min(len(row), start + width) for row in rows), sum(map(len, rows)))
-        cache.free_B.copy_(slot_B1[:, 0] + length_B)
+        for table in cache.tables:
+            table.free_BX.copy_((slot_B1[:, 0] + length_B)[:, None])
         assert last_BE is not None
         return last_BE
 

@@ -29,9 +29,8 @@ class Stats:
     """Tokens each row may keep, None for the full cache."""
     sequence_tokens: list[int] = field(default_factory=list)
     """Tokens that went through the cache, evicted or not."""
-    kept_tokens: list[int] = field(default_factory=list)
-    """Tokens that the cache holds now, never more than the budget."""
-    evictions: list[int] = field(default_factory=list)
+    kept_tokens: list[float] = field(default_factory=list)
+    """Tokens that the cache holds now, in the mean over the row's retention sets."""
     refreshes: int = 0
     decode_steps: int = 0
     """Steps run from the compiled loop, without the first one."""
@@ -52,6 +51,11 @@ class Stats:
     def tokens_per_second(self) -> float | None:
         """Tokens of all rows that the decode loop chooses a second, None where it was not timed."""
         return self.timed_tokens / self.seconds.decode if self.timed_tokens else None
+
+    @property
+    def evictions(self) -> list[float]:
+        """Tokens evicted since the prompt, in the mean over the row's retention sets."""
+        return [all_ - kept for all_, kept in zip(self.sequence_tokens, self.kept_tokens, strict=True)]
 
     @property
     def evicted(self) -> bool:

@@ -27,7 +27,10 @@ class Rows(nn.Module):
     position_B: Tensor
     fed_B: Tensor
     finished_B: Tensor
-    evictions_B: Tensor
+    prompt_B: Tensor
+    sinks_B: Tensor
+    recent_B: Tensor
+    spaced_B: Tensor
     history_BC: Tensor
     cursor: Tensor
     eos_E: Tensor
@@ -49,7 +52,12 @@ class Rows(nn.Module):
         )  # tokens in the cache's sequence so far, so the position of the next one fed
         buffer("fed_B", batch, dtype=torch.bool, fill=1)  # whether the last token is in the cache already
         buffer("finished_B", batch, dtype=torch.bool)
-        buffer("evictions_B", batch)
+        # The prompt's tokens, and the positions protected by it: at the start, at the end, spaced over the
+        # prompt.
+        buffer("prompt_B", batch)
+        buffer("sinks_B", batch)
+        buffer("recent_B", batch)
+        buffer("spaced_B", batch)
         buffer("history_BC", batch, READ_EVERY, fill=NO_TOKEN)
         buffer("cursor")
         buffer("eos_E", MAX_EOS_IDS, fill=NO_TOKEN)
@@ -59,11 +67,17 @@ class Rows(nn.Module):
         buffer("min_p_B", batch, dtype=torch.float32)
         buffer("seed_B", batch)
 
-    def start(self) -> None:
-        """Back to the state of rows that have read nothing."""
-        for tensor in (self.token_B, self.position_B, self.finished_B, self.evictions_B, self.cursor):
+    def start(self, prompt_tokens: Sequence[int], protection: Sequence[tuple[int, int, int]]) -> None:
+        """Back to the state of rows that have read nothing, of prompts that long. `protection`: how many
+        positions are protected in each row, see `EvictionConfig.protection_for`."""
+        for tensor in (self.token_B, self.position_B, self.finished_B, self.cursor):
             tensor.zero_()
         self.fed_B.fill_(True)
+        self.prompt_B.copy_(torch.tensor(prompt_tokens))
+        for buffer, numbers in zip(
+            (self.sinks_B, self.recent_B, self.spaced_B), zip(*protection, strict=True), strict=True
+        ):
+            buffer.copy_(torch.tensor(numbers))
 
     def configure(self, sampling: Sampling, eos_ids: Sequence[int], vocab_size: int) -> None:
         """Take over how tokens are chosen and which ones end a row. Raises ValueError for too many ids."""

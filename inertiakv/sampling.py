@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .randomness import uniform
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -92,20 +94,3 @@ def sample(
     choice_B1 = (mass_BV <= target_B1).sum(-1, keepdim=True)
     last_B1 = (p_BV > 0).sum(-1, keepdim=True) - 1
     return token_BV.gather(-1, torch.minimum(choice_B1, last_B1))[:, 0]
-
-
-def uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
-    """Float32 in [0, 1) with 24 random bits, a function of (seed, position) alone."""
-    low, high = seed_B & 0xFFFFFFFF, (seed_B >> 32) & 0xFFFFFFFF
-    mixed = _mix(_mix(_mix(low) ^ high) ^ (position_B & 0xFFFFFFFF))
-    return (mixed >> 8).to(torch.float32) * 2.0**-24
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit words, held in int64, whose output bits all depend on all input bits (xor, shift,
-    multiply rounds as in the finalizers of murmur hashes)."""
-    for multiplier in (0x7FEB352D, 0x68E31DA4 | 1):
-        x = x ^ (x >> 16)
-        x = (x * multiplier) & 0xFFFFFFFF  # both factors below 2^32 and 2^31: no overflow in int64
-        x = x ^ (x >> 15)
-    return x ^ (x >> 16)

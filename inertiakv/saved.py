@@ -22,7 +22,7 @@ from .rows import Rows
 if TYPE_CHECKING:
     from .decoder import Decoder
 
-FORMAT = "inertiakv conversation 1"
+FORMAT = "inertiakv conversation 2"
 
 
 def save(decoder: Decoder, path: str | Path) -> None:
@@ -38,6 +38,7 @@ def save(decoder: Decoder, path: str | Path) -> None:
         **_identity(decoder),
         "slots": cache.shape.slots,
         "overfull": decoder._overfull,
+        "last_tokens": decoder._last_tokens,
         "turn_step": decoder._turn_step,
         "stopped": sorted(decoder._stopped),
         "stats": stats,
@@ -79,7 +80,7 @@ def _stats(state: dict[str, Any]) -> Stats:
 def _check_complete(decoder: Decoder, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Raise for a state or a tensor that is missing, of another shape or of another dtype."""
     stats = _stats(state)
-    for name in ("overfull", "turn_step", "stopped"):
+    for name in ("overfull", "last_tokens", "turn_step", "stopped"):
         state[name]
     shape = decoder.buffers.shape(stats.batch, state["slots"])
     cache = SlotCache(shape, dtype=decoder.model.dtype, device="meta")
@@ -108,7 +109,7 @@ def _restore(decoder: Decoder, state: dict[str, Any], tensors: dict[str, torch.T
                 buffer.copy_(tensors[prefix + name])
     decoder.cache, decoder.rows, decoder._logits_BV = cache, rows, tensors.get("logits")
     decoder._overfull, decoder._turn_step = state["overfull"], state["turn_step"]
-    decoder._stopped = set(state["stopped"])
+    decoder._last_tokens, decoder._stopped = state["last_tokens"], set(state["stopped"])
 
 
 def _identity(decoder: Decoder) -> dict[str, Any]:
@@ -118,11 +119,12 @@ def _identity(decoder: Decoder) -> dict[str, Any]:
     embedding = (
         next(decoder.model.parameters()) if isinstance(decoder.model, torch.nn.Module) else torch.zeros(1)
     )
+    eviction = None if decoder.eviction is None else dataclasses.asdict(decoder.eviction)
     return {
         "model": {name: json.loads(json.dumps(getattr(config, name))) for name in sizes},
         "rope": repr(getattr(config, "rope", None)),
         # Tells models of the same sizes apart; rounded, since devices add up in another order.
         "weights": f"{embedding.double().abs().sum().item():.6g}",
         "dtype": str(decoder.model.dtype),
-        "eviction": None if decoder.eviction is None else dataclasses.asdict(decoder.eviction),
+        "eviction": json.loads(json.dumps(eviction)),
     }

@@ -1,13 +1,157 @@
-"""Token scores: one small pure function a scorer.
+"""Token scores: one small pure function a scorer, and what each of them needs to see.
 
-Shape letters: B batch, G KV heads, R query heads of one KV head (H = G * R), N slots.
+A score is made for every KV head, [B, G, N], or once for all of them, [B, 1, N]; a retention set that several
+heads share takes the mean of theirs. Scores are float32, or float64 for a float64 model.
+
+Shape letters: B batch, G KV heads, R queries of one KV head (its query heads, times the queries where several
+score together), N slots, D head dim, X retention sets.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
+from .config import ScorerName
+from .randomness import uniform
 
-def attention(weights_BGRN: Tensor) -> Tensor:
-    """Mean over query heads of the step's attention on each token, score_BN (the default of the paper)."""
-    return weights_BGRN.mean((1, 2))
+
+class Evidence(NamedTuple):
+    """What a layer's attention has seen of the cached tokens. Scores of slots that hold no token, where
+    `seen_BXN` is False, mean nothing and need only not be NaN."""
+
+    q_BHD: Tensor
+    """The query; the mean of them where several score together."""
+    k_BGND: Tensor
+    v_BGND: Tensor
+    weights_BGRN: Tensor | None
+    """Softmax attention, for scorers that need it; 0 where there is no token, and for queries that are
+    padding."""
+    real_share_B: Tensor | None
+    """Share of the queries that are no padding; None: all."""
+    seen_BXN: Tensor
+    position_BXN: Tensor
+    query_B: Tensor
+    """Position of the newest query."""
+    salt: Tensor
+    """Of the layer, for `random`."""
+    learned: tuple[Tensor, Tensor] | None
+    """The weights of the scorer `learned`."""
+
+    @property
+    def weights(self) -> Tensor:
+        assert self.weights_BGRN is not None, "this scorer is not marked as one that needs attention"
+        return self.weights_BGRN
+
+    def mean(self, x_BGR: Tensor) -> Tensor:
+        """Mean over a KV head's queries, of what is 0 for padding: [B, G, R, ...] to [B, G, ...]."""
+        mean_BG = x_BGR.mean(2)
+        if self.real_share_B is None:
+            return mean_BG
+        return mean_BG / self.real_share_B.clamp_min(_TINY).view(-1, *[1] * (mean_BG.dim() - 1))
+
+
+def attention(e: Evidence) -> Tensor:
+    """Mean over query heads of the attention on each token (arXiv 2609.03515, the default; TOVA, H2O, SnapKV
+    use it, too)."""
+    return e.mean(e.weights)
+
+
+def value_norm(e: Evidence) -> Tensor:
+    """Attention times the norm of the token's value, over the mean norm in its head (arXiv 2609.03515; VATP,
+    arXiv 2406.12335)."""
+    norm_BGN = _norm(e.v_BGND)
+    return attention(e) * (norm_BGN / _mean_seen(norm_BGN, e.seen_BXN))
+
+
+def entropy(e: Evidence) -> Tensor:
+    """Attention times the layer's mean entropy over log n, a scalar (arXiv 2609.03515)."""
+    weights = e.weights
+    entropy_BGR = -torch.xlogy(weights, weights).sum(-1)
+    number_BX = e.seen_BXN.sum(-1).clamp_min(2).to(weights.dtype)
+    share_BGR = entropy_BGR / number_BX.log()[..., None]
+    return attention(e) * e.mean(share_BGR).mean(1)[:, None, None]
+
+
+def above_mean(e: Evidence) -> Tensor:
+    """Share of query heads whose attention on the token is above the mean, 1 / n: summed over steps, how long
+    its importance persists (Scissorhands, arXiv 2305.17118)."""
+    number_BX1 = e.seen_BXN.sum(-1, keepdim=True).clamp_min(1)
+    mean_BX11 = (1 / number_BX1.to(e.weights.dtype))[..., None]
+    return e.mean((e.weights > mean_BX11).to(e.weights.dtype))
+
+
+def keydiff(e: Evidence) -> Tensor:
+    """Minus the cosine between the key and the mean of the normalised keys of its head (KeyDiff, arXiv
+    2504.15364)."""
+    k_BGND = e.k_BGND.to(_accurate(e.k_BGND))
+    unit_BGND = k_BGND / _norm(k_BGND).clamp_min(_TINY)[..., None]
+    seen_BXN1 = e.seen_BXN[..., None]
+    mean_BG1D = torch.where(seen_BXN1, unit_BGND, 0.0).sum(2, keepdim=True) / seen_BXN1.sum(
+        2, keepdim=True
+    ).clamp_min(1)
+    cosine_BGN = (unit_BGND * mean_BG1D).sum(-1) / _norm(mean_BG1D).clamp_min(_TINY)
+    return torch.where(e.seen_BXN, -cosine_BGN, 0.0)
+
+
+def key_norm(e: Evidence) -> Tensor:
+    """Minus the norm of the key: small keys draw attention (arXiv 2406.11430)."""
+    return -torch.where(e.seen_BXN, _norm(e.k_BGND), 0.0)
+
+
+def recency(e: Evidence) -> Tensor:
+    """The position."""
+    return e.position_BXN.to(_accurate(e.k_BGND))
+
+
+def random(e: Evidence) -> Tensor:
+    """Uniform in [0, 1), by a hash of the layer, the query's position and the token's: no draw depends on the
+    batch or on the slot."""
+    heads = torch.arange(e.position_BXN.shape[1], device=e.salt.device)[:, None]
+    seed_BXN = (e.salt + heads) * (1 << 32) + e.query_B[:, None, None]
+    return uniform(seed_BXN, e.position_BXN.long()).to(_accurate(e.k_BGND))
+
+
+class Scorer(NamedTuple):
+    """A score function, and whether it needs the attention that made the output: where it does not, none is
+    computed for it."""
+
+    score: Callable[[Evidence], Tensor]
+    needs_attention: bool = False
+
+
+SCORERS: dict[ScorerName, Scorer] = {
+    "attention": Scorer(attention, needs_attention=True),
+    "value_norm": Scorer(value_norm, needs_attention=True),
+    "entropy": Scorer(entropy, needs_attention=True),
+    "above_mean": Scorer(above_mean, needs_attention=True),
+    "keydiff": Scorer(keydiff),
+    "key_norm": Scorer(key_norm),
+    "recency": Scorer(recency),
+    "random": Scorer(random),
+}
+
+
+def by_set(score: Tensor, sets: int) -> Tensor:
+    """Scores of heads, or of all heads, as those of a layer's retention sets, [B, X, N]."""
+    return score if score.shape[1] == sets else score.mean(1, keepdim=True).expand(-1, sets, -1)
+
+
+_TINY = math.ulp(0.0) ** 0.1  # about 1e-32: far below any key's norm, and a float32
+
+
+def _accurate(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return x.to(_accurate(x)).square().sum(-1).sqrt()
+
+
+def _mean_seen(x_BGN: Tensor, seen_BXN: Tensor) -> Tensor:
+    total_BG1 = torch.where(seen_BXN, x_BGN, 0.0).sum(-1, keepdim=True)
+    return (total_BG1 / seen_BXN.sum(-1, keepdim=True).clamp_min(1)).clamp_min(_TINY)

@@ -3,24 +3,27 @@
 Each drives a model by the small protocol that it needs: `model(tokens_BT, positions_BT, view) -> hidden_BTE`,
 `model.head(hidden) -> logits` and the sizes in `model.config`.
 
-Shape letters: B batch, T query tokens, E hidden size, V vocabulary, N slots.
+Shape letters: B batch, T query tokens, E hidden size, V vocabulary, X retention sets, N slots.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .aggregation import Aggregation
+from .allocation import adaptive
 from .attention import Backend
 from .cache import SlotCache
 from .config import EvictionConfig
-from .eviction import EMPTY, protected, retained
+from .eviction import EMPTY, Limits, Pooling, pooled, protected, rescued, retained
 from .protocol import LanguageModel
+from .recording import Recorder
 from .rows import Rows
-from .view import CacheView
+from .table import Table
+from .view import CacheView, Pass
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,17 @@ class Method:
     backend: Backend
     windows: tuple[int | None, ...]
 
-    def protected(self, cache: SlotCache, newest_B: Tensor) -> Tensor:
-        """Bool [B, N]: the tokens that this method never evicts."""
-        if self.eviction is None:
-            return torch.zeros_like(cache.position_BN, dtype=torch.bool)
-        return protected(cache.position_BN, newest_B, self.eviction.sinks, self.eviction.recent)
+    def limits(self, rows: Rows) -> Limits:
+        """What is protected in the rows now."""
+        spaced = self.eviction is not None and self.eviction.reserve > 0
+        spaced_B = rows.spaced_B if spaced else None
+        return Limits(rows.position_B, rows.sinks_B, rows.recent_B, rows.prompt_B, spaced_B)
+
+    @property
+    def pooling(self) -> Pooling | None:
+        if self.eviction is None or self.eviction.pool == 1:
+            return None
+        return Pooling(self.eviction.pool, self.eviction.pool_by)
 
 
 def chunk_step(
@@ -49,18 +58,16 @@ def chunk_step(
     start_slot: int | None,
 ) -> Tensor:
     """Enter a chunk of prompt into the cache, hidden_BTE. Padding has position -1. For the last two, see
-    `CacheView`."""
-    cache.insert(slots_BT, positions_BT)
-    view = CacheView(
-        cache,
+    `Pass`."""
+    step = Pass(
         positions_BT,
         slots_BT,
-        backend=method.backend,
-        windows=method.windows,
+        method.backend,
+        method.windows,
         end_slot=end_slot,
         start_slot=start_slot,
     )
-    return model(tokens_BT, positions_BT, view)
+    return model(tokens_BT, positions_BT, CacheView(cache, step))
 
 
 def decode_step(
@@ -69,6 +76,7 @@ def decode_step(
     rows: Rows,
     method: Method,
     aggregation: Aggregation | None,
+    recorder: Recorder | None,
     *,
     refresh: bool,
     greedy: bool,
@@ -78,10 +86,31 @@ def decode_step(
 
     This is the function that is compiled, one graph with and one without `refresh`.
     """
+    eviction = method.eviction
     active_B = ~rows.finished_B
-    hidden_BE = _feed(model, cache, rows, method, aggregation, active_B, refresh=refresh)
-    evicted_B = cache.evict_one(method.protected(cache, rows.position_B), active_B)
-    rows.evictions_B.add_(evicted_B)
+    positions_B1 = rows.position_B[:, None]
+    step = Pass(
+        positions_B1,
+        None,
+        method.backend,
+        method.windows,
+        active_B=active_B,
+        # A token that is not scored would start at the bottom, and go at once: it takes the mean (the lazy
+        # refresh of the paper).
+        from_mean=eviction is not None
+        and eviction.scores
+        and eviction.after == "rule"
+        and (not refresh or eviction.new_token == "mean"),
+        evict=method.limits(rows),
+        by_age=eviction is not None and eviction.after == "recency",
+        pool=method.pooling if eviction is not None and eviction.pool_at == "always" else None,
+    )
+    scoring = aggregation if refresh else None
+    view = CacheView(cache, step, scoring, record=recorder is not None)
+    hidden_BE = model(rows.token_B[:, None], positions_B1, view)[:, 0]
+    if recorder is not None:
+        recorder.record(cache.tables[0], view.scores, torch.where(active_B, rows.position_B, EMPTY))
+    view.finish()
     rows.position_B.add_(active_B)
     rows.choose(model.head(hidden_BE), greedy=greedy)
 
@@ -92,60 +121,58 @@ def evicting_step(
     rows: Rows,
     method: Method,
     aggregation: Aggregation | None,
+    before_BW: Tensor,
+    *,
+    new: bool,
     end_slot: int,
-) -> tuple[Tensor, Tensor]:
-    """Feed one token a row, score, and choose what stays: the logits [B, V] and the tokens to keep, bool [B,
-    N].
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Feed one token a row where `new`, score it together with the W tokens before it, and choose what stays:
+    the logits [B, V] of a new token, and for each table the tokens to keep, bool [B, X, N].
 
     The first decode step, on the whole prompt, and the last token of a further turn. A row that ended at its
     first token takes part where it holds more than its budget: what it keeps must be chosen by scores, too.
+    `before_BW` are tokens that the cache holds, -1 where a row has fewer.
     """
-    fed_B = ~rows.finished_B | (cache.count_B > cache.budget_B)
-    # Dense whatever the backend: this step runs once, uncompiled, which FlexAttention is not made for.
-    dense = replace(method, backend="dense")
-    hidden_BE = _feed(model, cache, rows, dense, aggregation, fed_B, refresh=True, end_slot=end_slot)
-    keep_BN = retained(
-        cache.position_BN, cache.utility_BN, method.protected(cache, rows.position_B), cache.budget_B
-    )
-    rows.evictions_B.add_(cache.count_B - keep_BN.sum(-1))
-    rows.position_B.add_(fed_B)
-    rows.fed_B.logical_or_(fed_B)
-    return model.head(hidden_BE), keep_BN
-
-
-def _feed(
-    model: LanguageModel,
-    cache: SlotCache,
-    rows: Rows,
-    method: Method,
-    aggregation: Aggregation | None,
-    active_B: Tensor,
-    *,
-    refresh: bool,
-    end_slot: int | None = None,
-) -> Tensor:
-    positions_B1 = rows.position_B[:, None]
-    slots_B1 = cache.free_B[:, None]
-    mean_B1 = None if refresh or aggregation is None else _mean_utility(cache)
-    cache.insert(slots_B1, torch.where(active_B[:, None], positions_B1, EMPTY))
-    if mean_B1 is not None:
-        # A token that is not scored would start at the bottom, and go at once: it takes the mean (the
-        # lazy refresh of the paper).
-        cache.utility_BN.scatter_(1, slots_B1, torch.where(active_B[:, None], mean_B1, 0.0))
-    view = CacheView(
-        cache,
-        positions_B1,
-        slots_B1,
-        backend=method.backend,
-        windows=method.windows,
-        aggregation=aggregation if refresh else None,
-        active_B=active_B,
+    fed_B = ~rows.finished_B | cache.overfull_B
+    tokens_BT, length = before_BW, before_BW.shape[1]
+    back_T = torch.arange(-length, int(new), device=cache.device)
+    if new:
+        tokens_BT = torch.cat((before_BW, rows.token_B[:, None]), dim=1)
+    real_BT = (tokens_BT >= 0) & fed_B[:, None]
+    positions_BT = torch.where(real_BT, rows.position_B[:, None] + back_T, EMPTY)
+    step = Pass(
+        positions_BT,
+        None,
+        # Dense whatever the backend: this step runs once, uncompiled, which FlexAttention is not made for.
+        "dense",
+        method.windows,
+        active_B=fed_B,
+        new=int(new),
         end_slot=end_slot,
     )
-    return model(rows.token_B[:, None], positions_B1, view)[:, 0]
+    view = CacheView(cache, step, aggregation)
+    logits_BV = None
+    if tokens_BT.shape[1]:
+        hidden_BTE = model(tokens_BT.clamp_min(0), positions_BT, view)
+        logits_BV = model.head(hidden_BTE[:, -1]) if new else None
+    if new:
+        rows.position_B.add_(fed_B)
+        rows.fed_B.logical_or_(fed_B)
+    return logits_BV, [_chosen(table, method, rows) for table in cache.tables]
 
 
-def _mean_utility(cache: SlotCache) -> Tensor:
-    # Summed in float64: tokens that take the mean in turn must come out equal, for ties to be ties.
-    mean_B = cache.utility_BN.double().sum(-1) / cache.count_B.clamp_min(1)
-    return mean_B.to(cache.utility_BN.dtype)[:, None]
+def _chosen(table: Table, method: Method, rows: Rows) -> Tensor:
+    """The tokens of a table that stay when the prompt is evicted, bool [B, X, N]."""
+    eviction = method.eviction
+    assert eviction is not None
+    limits = method.limits(rows)
+    limits = limits._replace(newest_B=rows.position_B - 1)
+    position_BXN, utility_BXN = table.position_BXN, table.utility_BXN
+    protected_BXN = protected(position_BXN, limits)
+    if eviction.rescue:
+        protected_BXN = protected_BXN | rescued(position_BXN, utility_BXN, rows.prompt_B, eviction.rescue)
+    if method.pooling is not None:
+        utility_BXN = pooled(position_BXN, utility_BXN, *method.pooling)
+    if eviction.allocation == "adaptive":
+        return adaptive(position_BXN, utility_BXN, protected_BXN, table.budget_BX)
+    return retained(position_BXN, utility_BXN, protected_BXN, table.budget_BX)

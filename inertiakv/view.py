@@ -1,21 +1,23 @@
 """What one forward pass sees of a cache: the object that runs a model's layers, and the one that they say
 `attend` to.
 
-Shape letters: B batch, T query tokens, H query heads, G KV heads, R query heads a KV head, N slots, D head
-dim.
+Where all layers share one table, it takes the new tokens before the first layer and evicts after the last.
+Where each has its own, all of that happens within the layer.
+
+Shape letters: B batch, T query tokens, H query heads, G KV heads, R queries of a KV head, X retention sets, N
+slots, D head dim.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import scorers
-from .aggregation import Aggregation, updated
+from .aggregation import Aggregation, Coefficients, updated
 from .attention import (
     Backend,
     BlockLists,
@@ -25,9 +27,14 @@ from .attention import (
     flex,
     flex_mask,
     flex_step,
+    observed,
     visible,
 )
 from .cache import LayerCache, SlotCache
+from .config import ScorerName
+from .eviction import EMPTY, Limits, Pooling, pooled, protected
+from .scorers import SCORERS, Evidence, by_set
+from .table import Table
 
 # Layers that read their own index, say, are all unlike: that is slow to compile, but no error.
 _ANY_NUMBER: dict[str, Any] = (
@@ -37,75 +44,44 @@ _ANY_NUMBER: dict[str, Any] = (
 )
 
 
-class CacheView:
-    """One pass of T tokens a row over a cache: each layer writes their K and V, attends, and scores where
-    asked.
+class Pass(NamedTuple):
+    """What a pass does, the same for all tables. Tensors and constants alone, of which the compiler can tell
+    whether a region's inputs are alike."""
 
-    A position of -1 marks padding, which sees nothing and is seen by nobody. Masks are made here once, for
-    each sliding window that the model's layers have, and shared by its layers.
-    """
-
-    def __init__(
-        self,
-        cache: SlotCache,
-        positions_BT: Tensor,
-        slots_BT: Tensor,
-        *,
-        backend: Backend,
-        windows: Collection[int | None],
-        aggregation: Aggregation | None = None,
-        active_B: Tensor | None = None,
-        end_slot: int | None = None,
-        start_slot: int | None = None,
-    ) -> None:
-        """`aggregation`: score this pass (T = 1) and update the utilities of rows that are `active_B`.
-        `end_slot`: no slot from here on holds a token, and the chunk's own tokens are the last before it, in
-        the row where they reach furthest; it may lie beyond the cache where another row's padding does.
-        `start_slot`: given where the chunk's tokens begin at the same slot in every row, and all slots before
-        it hold tokens that are older."""
-        self.layers = cache.layers
-        end_slot = cache.shape.slots if end_slot is None else end_slot
-        filled = cache.shape.slots if backend == "flex" else min(end_slot, cache.shape.slots)
-        position_BN = cache.position_BN[:, :filled]
-        single = positions_BT.shape[1] == 1
-        self.seen = Seen(
-            positions_BT,
-            slots_BT,
-            position_BN,
-            {w: visible(position_BN, positions_BT, w)[:, 0] for w in windows if single},
-            {w: block_lists(position_BN, positions_BT, w) for w in windows if backend == "flex"},
-            backend,
-            end_slot,
-            start_slot,
-        )
-        self.aggregation = aggregation
-        if aggregation is not None:
-            assert single, "only a single query a row is scored"
-            assert active_B is not None
-            self.utility_BN = cache.utility_BN[:, :filled]
-            self.scored_BN = (position_BN >= 0) & active_B[:, None]
-            self.coefficients = aggregation.by_layer()
-
-    def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
-        """`layer(x_BTE, *args, view)` with the view of layer `index`, as a region of its own to the compiler,
-        which traces and compiles layers that are alike once."""
-        kv = self.layers[index]
-        if self.aggregation is None:
-            return _region(layer, kv, self.seen, x_BTE, args)
-        scoring = Scoring(self.scored_BN, *self.coefficients[index])
-        x_BTE, utility_BN = _scored_region(layer, kv, self.seen, x_BTE, args, self.utility_BN, scoring)
-        self.utility_BN.copy_(utility_BN)
-        return x_BTE
+    positions_BT: Tensor
+    """Of the queries; -1 marks padding, which sees nothing and is seen by nobody."""
+    slots_BT: Tensor | None
+    """Where new tokens go; None: one for each row, in each set's free slot."""
+    backend: Backend
+    windows: tuple[int | None, ...]
+    active_B: Tensor | None = None
+    """Rows that take part; None: all."""
+    new: int | None = None
+    """How many of the queries are new tokens, the last ones; None: all. The others are in the cache
+    already."""
+    from_mean: bool = False
+    """New tokens start from the mean utility of those before them, and not from 0."""
+    evict: Limits | None = None
+    """Evict a token afterwards in each full set, but not what this protects."""
+    by_age: bool = False
+    """Evict the oldest, whatever the utilities are."""
+    pool: Pooling | None = None
+    """Pool utilities before evicting by them."""
+    end_slot: int | None = None
+    """No slot from here on holds a token, and the queries' own tokens are the last before it, in the row
+    where they reach furthest; it may lie beyond the cache where another row's padding does."""
+    start_slot: int | None = None
+    """Given where the queries' tokens begin at the same slot in every set, and all slots before it hold
+    tokens that are older."""
 
 
 class Seen(NamedTuple):
-    """What a pass knows of the slots, the same for all its layers. Tensors and constants alone, of which the
-    compiler can tell whether a region's inputs are alike."""
+    """What a pass knows of a table's slots."""
 
     positions_BT: Tensor
-    slots_BT: Tensor
-    position_BN: Tensor
-    visible_BN: dict[int | None, Tensor]
+    slots_BXT: Tensor
+    position_BXN: Tensor
+    visible_BXTN: dict[int | None, Tensor]
     blocks: dict[int | None, BlockLists]
     backend: Backend
     end_slot: int
@@ -113,11 +89,104 @@ class Seen(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What a layer's scores become: which slots take them, and how."""
+    """How a layer scores, and what its scores become."""
 
-    scored_BN: Tensor
-    decay: Tensor
-    gain: Tensor
+    scorer: ScorerName
+    scored_B: Tensor
+    coefficients: Coefficients
+    learned: tuple[Tensor, Tensor] | None
+    record: bool
+
+
+def enter(table: Table, step: Pass) -> Seen:
+    """Put the pass's new tokens into a table; what it sees then."""
+    sets = table.free_BX.shape[1]
+    if step.slots_BT is None:
+        slots_BXT = table.free_BX[..., None]
+    else:
+        slots_BXT = step.slots_BT[:, None].expand(-1, sets, -1)
+    new = step.positions_BT.shape[1] if step.new is None else step.new
+    active_B1 = None if step.active_B is None else step.active_B[:, None]
+    if new:
+        positions_BT = step.positions_BT[:, -new:]
+        mean_BX = table.mean_utility() if step.from_mean else None
+        table.insert(slots_BXT, positions_BT if active_B1 is None else positions_BT.where(active_B1, EMPTY))
+        if mean_BX is not None:
+            assert active_B1 is not None
+            table.utility_BXN.scatter_(-1, slots_BXT, mean_BX.where(active_B1, 0.0)[..., None])
+    return _look(table, step, slots_BXT[..., :new])
+
+
+def _look(table: Table, step: Pass, slots_BXT: Tensor) -> Seen:
+    slots = table.position_BXN.shape[-1]
+    end_slot = slots if step.end_slot is None else step.end_slot
+    filled = slots if step.backend == "flex" else min(end_slot, slots)
+    position_BXN = table.position_BXN[..., :filled]
+    scorable = step.positions_BT.shape[1] == 1 or step.new is not None
+    masks = {w: visible(position_BXN, step.positions_BT, w) for w in step.windows if scorable}
+    lists = {
+        w: block_lists(position_BXN, step.positions_BT, w) for w in step.windows if step.backend == "flex"
+    }
+    return Seen(
+        step.positions_BT, slots_BXT, position_BXN, masks, lists, step.backend, end_slot, step.start_slot
+    )
+
+
+def leave(table: Table, step: Pass) -> None:
+    """Evict from a table after a pass, where the pass does."""
+    if step.evict is None:
+        return
+    assert step.active_B is not None
+    utility_BXN = table.utility_BXN
+    if step.by_age:
+        utility_BXN = torch.zeros_like(utility_BXN)
+    elif step.pool is not None:
+        utility_BXN = pooled(table.position_BXN, utility_BXN, *step.pool)
+    table.evict_one(utility_BXN, protected(table.position_BXN, step.evict), step.active_B)
+
+
+class CacheView:
+    """One pass of T tokens a row over a cache: each layer writes their K and V, attends, and scores where
+    asked. Masks are made once a table, for each sliding window that the model's layers have."""
+
+    def __init__(
+        self, cache: SlotCache, step: Pass, aggregation: Aggregation | None = None, *, record: bool = False
+    ) -> None:
+        """`aggregation`: score this pass and update the utilities of rows that are active. `record`: keep the
+        layers' scores, in `scores`."""
+        self.layers, self.tables, self.step = cache.layers, cache.tables, step
+        self.shared = cache.shape.scope == "shared"
+        self.record = record
+        self.scores: dict[int, Tensor] = {}
+        self.scoring: dict[int, Scoring] = {}
+        if aggregation is not None:
+            assert step.active_B is not None
+            self.scoring = {
+                index: Scoring(aggregation.scorer, step.active_B, scalars, aggregation.learned, record)
+                for index, scalars in aggregation.by_layer().items()
+            }
+        if self.shared:
+            self.seen = enter(self.tables[0], step)
+
+    def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
+        """`layer(x_BTE, *args, view)` with the view of layer `index`, as a region of its own to the compiler,
+        which traces and compiles layers that are alike once."""
+        kv, scoring = self.layers[index], self.scoring.get(index)
+        if not self.shared:
+            return _own_region(layer, kv, self.tables[index], self.step, x_BTE, args, scoring)
+        if scoring is None:
+            return _region(layer, kv, self.seen, x_BTE, args)
+        utility_BXN = self.tables[0].utility_BXN[..., : self.seen.position_BXN.shape[-1]]
+        x_BTE, *scored = _scored_region(layer, kv, self.seen, x_BTE, args, utility_BXN, scoring)
+        utility_BXN.copy_(scored[0])
+        if self.record:
+            self.scores[index] = scored[1]
+        return x_BTE
+
+    def finish(self) -> None:
+        """After the last layer: evict, where the layers have not done it themselves."""
+        if self.shared:
+            leave(self.tables[0], self.step)
 
 
 class LayerView:
@@ -128,9 +197,9 @@ class LayerView:
     """
 
     def __init__(
-        self, kv: LayerCache, seen: Seen, utility_BN: Tensor | None, scoring: Scoring | None
+        self, kv: LayerCache, seen: Seen, utility_BXN: Tensor | None, scoring: Scoring | None
     ) -> None:
-        self.kv, self.seen, self.utility_BN, self.scoring = kv, seen, utility_BN, scoring
+        self.kv, self.seen, self.utility_BXN, self.scoring = kv, seen, utility_BXN, scoring
         # A list: a new value of an attribute would be lost around FlexAttention, a compiler defect.
         self.scored: list[Tensor] = []
 
@@ -139,36 +208,69 @@ class LayerView:
     ) -> Tensor:
         """Write the new tokens' K and V, attend over everything visible, [B, H, T, D]; score if this pass
         does."""
-        self.kv.write(self.seen.slots_BT, k_BGTD, v_BGTD)
-        filled = self.seen.position_BN.shape[1]
+        seen = self.seen
+        new, filled = seen.slots_BXT.shape[-1], seen.position_BXN.shape[-1]
+        if new:
+            self.kv.write(seen.slots_BXT, k_BGTD[:, :, -new:], v_BGTD[:, :, -new:])
         k_BGND, v_BGND = self.kv.k_BGND[:, :, :filled], self.kv.v_BGND[:, :, :filled]
-        out_BHTD, weights_BGRN = self._attention(q_BHTD, k_BGND, v_BGND, window, scale)
+        weighs = self.scoring is not None and SCORERS[self.scoring.scorer].needs_attention
+        out_BHTD, weights_BGRN = self._attention(q_BHTD, k_BGND, v_BGND, window, scale, weighs)
         if self.scoring is not None:
-            assert self.utility_BN is not None
-            assert weights_BGRN is not None
-            scored_BN, *coefficients = self.scoring
-            score_BN = scorers.attention(weights_BGRN)
-            self.scored.append(updated(self.utility_BN, score_BN, scored_BN, *coefficients))
+            self._score(self.scoring, q_BHTD, k_BGND, v_BGND, weights_BGRN)
         return out_BHTD
 
     def _attention(
-        self, q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, window: int | None, scale: float
+        self, q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, window: int | None, scale: float, weighs: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The output, and of a single query the weights [B, G, R, N]."""
+        """The output, and the weights [B, G, R, N] where the pass `weighs` tokens by them."""
         seen = self.seen
+        single = q_BHTD.shape[2] == 1
         if seen.backend == "flex":
-            mask = flex_mask(seen.blocks[window], seen.position_BN, seen.positions_BT, window)
-            if self.scoring is None:
+            group = q_BHTD.shape[1] // k_BGND.shape[1]
+            mask = flex_mask(seen.blocks[window], seen.position_BXN, seen.positions_BT, window, group)
+            if not weighs:
                 return flex(q_BHTD, k_BGND, v_BGND, mask, scale), None
-            out_BHD, weights = flex_step(
-                q_BHTD[:, :, 0], k_BGND, v_BGND, mask, seen.visible_BN[window], scale
-            )
-        elif q_BHTD.shape[2] > 1:
-            table = (seen.position_BN, seen.positions_BT, window)
-            return dense_chunk(q_BHTD, k_BGND, v_BGND, *table, scale, seen.end_slot, seen.start_slot), None
+            visible_BXN = seen.visible_BXTN[window][:, :, 0]
+            out_BHD, weights = flex_step(q_BHTD[:, :, 0], k_BGND, v_BGND, mask, visible_BXN, scale)
+        elif single:
+            visible_BXN = seen.visible_BXTN[window][:, :, 0]
+            out_BHD, weights = dense_step(q_BHTD[:, :, 0], k_BGND, v_BGND, visible_BXN, scale)
+        elif weighs:
+            return observed(q_BHTD, k_BGND, v_BGND, seen.visible_BXTN[window], scale)
         else:
-            out_BHD, weights = dense_step(q_BHTD[:, :, 0], k_BGND, v_BGND, seen.visible_BN[window], scale)
+            table = (seen.position_BXN, seen.positions_BT, window)
+            return dense_chunk(q_BHTD, k_BGND, v_BGND, *table, scale, seen.end_slot, seen.start_slot), None
         return out_BHD[:, :, None], weights
+
+    def _score(
+        self, scoring: Scoring, q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, weights_BGRN: Tensor | None
+    ) -> None:
+        assert self.utility_BXN is not None
+        seen = self.seen
+        held_BXN = seen.position_BXN > EMPTY
+        real_share_B = None
+        if q_BHTD.shape[2] > 1:
+            real_BT = seen.positions_BT > EMPTY
+            real_share_B = real_BT.to(self.utility_BXN.dtype).mean(-1)
+            q_BHTD = torch.where(real_BT[:, None, :, None], q_BHTD, 0.0) / real_share_B[:, None, None, None]
+        evidence = Evidence(
+            q_BHTD.mean(2) if q_BHTD.shape[2] > 1 else q_BHTD[:, :, 0],
+            k_BGND,
+            v_BGND,
+            weights_BGRN,
+            real_share_B,
+            held_BXN,
+            seen.position_BXN,
+            seen.positions_BT[:, -1],
+            scoring.coefficients.salt,
+            scoring.learned,
+        )
+        score_BXN = by_set(SCORERS[scoring.scorer].score(evidence), held_BXN.shape[1])
+        scored_BXN = held_BXN & scoring.scored_B[:, None, None]
+        decay, gain, _ = scoring.coefficients
+        self.scored.append(updated(self.utility_BXN, score_BXN, scored_BXN, decay, gain))
+        if scoring.record:
+            self.scored.append(score_BXN)
 
 
 @torch.compiler.nested_compile_region(**_ANY_NUMBER)
@@ -185,9 +287,29 @@ def _scored_region(
     seen: Seen,
     x_BTE: Tensor,
     args: tuple[Any, ...],
-    utility_BN: Tensor,
+    utility_BXN: Tensor,
     scoring: Scoring,
-) -> tuple[Tensor, Tensor]:
-    view = LayerView(kv, seen, utility_BN, scoring)
+) -> tuple[Tensor, ...]:
+    view = LayerView(kv, seen, utility_BXN, scoring)
     x_BTE = layer(x_BTE, *args, view)
-    return x_BTE, view.scored[-1]
+    return x_BTE, *view.scored
+
+
+@torch.compiler.nested_compile_region(**_ANY_NUMBER)
+def _own_region(
+    layer: Callable[..., Tensor],
+    kv: LayerCache,
+    table: Table,
+    step: Pass,
+    x_BTE: Tensor,
+    args: tuple[Any, ...],
+    scoring: Scoring | None,
+) -> Tensor:
+    seen = enter(table, step)
+    utility_BXN = table.utility_BXN[..., : seen.position_BXN.shape[-1]]
+    view = LayerView(kv, seen, utility_BXN, scoring)
+    x_BTE = layer(x_BTE, *args, view)
+    if scoring is not None:
+        utility_BXN.copy_(view.scored[0])
+    leave(table, step)
+    return x_BTE

@@ -127,7 +127,7 @@ class Step:
         return self.model, self.cache, self.rows, self.aggregation
 
     def run(self, graphs: Graphs, *, refresh: bool, greedy: bool) -> None:
-        args = (self.model, self.cache, self.rows, self.method, self.aggregation)
+        args = (self.model, self.cache, self.rows, self.method, self.aggregation, None)
         graphs.run(("step",), decode_step, *args, refresh=refresh, greedy=greedy)
 
 
@@ -317,19 +317,20 @@ def begin(step: Step) -> Step:
         else:
             parameter.normal_(0.0, 1.0 if "embed" in name else 0.35, generator=generator)
     cache, rows = step.cache, step.rows
-    cache.budget_B.fill_(RULE.budget or 0)
+    (table,) = cache.tables
+    table.budget_BX.fill_(RULE.budget or 0)
     for row, held in enumerate((180, 90, 180)):
         first, second = (torch.randperm(128, generator=generator) for _ in range(2))
         order = torch.cat([128 + second, first])
         used, free = order[:held], order[-1]
-        cache.position_BN[row, used] = 2 * torch.arange(held, dtype=torch.int32)
-        cache.utility_BN[row, used] = torch.rand(held, generator=generator)
-        cache.free_B[row] = free
+        table.position_BXN[row, 0, used] = 2 * torch.arange(held, dtype=torch.int32)
+        table.utility_BXN[row, 0, used] = torch.rand(held, generator=generator)
+        table.free_BX[row] = free
         rows.position_B[row] = 2 * held
         rows.token_B[row] = row
     rows.finished_B[2] = True
     rows.configure(Sampling(temperature=0.9, top_k=30, top_p=0.9, min_p=0.01, seed=5), [], 61)
-    unused_B1N1 = (cache.position_BN < 0)[:, None, :, None]
+    unused_B1N1 = (table.position_BXN < 0)[..., None]
     for layer in cache.layers:
         for buffer, poison in ((layer.k_BGND, torch.nan), (layer.v_BGND, 1e30)):
             buffer.normal_(generator=generator)
@@ -339,17 +340,18 @@ def begin(step: Step) -> Step:
 
 def state(step: Step) -> dict[str, torch.Tensor]:
     """All that a step changes; K and V where a slot holds a token."""
-    held_BN = step.cache.position_BN >= 0
+    (table,) = step.cache.tables
+    held_BN = table.position_BXN[:, 0] >= 0
     kv = [
         buffer.transpose(1, 2)[held_BN]
         for layer in step.cache.layers
         for buffer in (layer.k_BGND, layer.v_BGND)
     ]
-    rows = {name: getattr(step.rows, name) for name in ("history_BC", "token_B", "position_B", "evictions_B")}
+    rows = {name: getattr(step.rows, name) for name in ("history_BC", "token_B", "position_B")}
     return {
-        "positions": step.cache.position_BN,
-        "free slots": step.cache.free_B,
-        "utilities": step.cache.utility_BN,
+        "positions": table.position_BXN,
+        "free slots": table.free_BX,
+        "utilities": table.utility_BXN,
         "k and v": torch.stack(kv),
         **rows,
     }

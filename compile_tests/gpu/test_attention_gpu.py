@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from inertiakv.attention import dense_step, dense_weights, flex, flex_mask, flex_step, visible
+from inertiakv.attention import block_lists, dense_step, dense_weights, flex, flex_mask, flex_step, visible
 
 CASES = [  # query heads, KV heads, head dim, slots, dtype, window
     (32, 8, 128, 6656, torch.bfloat16, None),  # Llama-3.1-8B, a tenth of 64k
@@ -27,15 +28,15 @@ def inputs(
         torch.randn(4, kv_heads, slots, head_dim, generator=generator, device="cuda") for _ in range(2)
     )
     q_BHD = torch.randn(4, heads, head_dim, generator=generator, device="cuda")
-    position_BN = torch.full((4, slots), -1, dtype=torch.int32, device="cuda")
+    position_BXN = torch.full((4, 1, slots), -1, dtype=torch.int32, device="cuda")
     for row, held in enumerate((slots - 1, slots // 3, slots, slots)):
         within = slots if row != 1 else slots // 2
         used = torch.randperm(within, generator=generator, device="cuda")[:held]
-        position_BN[row, used] = 3 * torch.arange(len(used), dtype=torch.int32, device="cuda")
+        position_BXN[row, 0, used] = 3 * torch.arange(len(used), dtype=torch.int32, device="cuda")
     query_B1 = torch.tensor([[3 * slots], [3 * slots], [-1], [slots]], device="cuda")
-    unused_B1N1 = (position_BN < 0)[:, None, :, None]
+    unused_B1N1 = (position_BXN < 0)[..., None]
     k_BGND, v_BGND = k_BGND.masked_fill(unused_B1N1, torch.nan), v_BGND.masked_fill(unused_B1N1, 1e30)
-    return q_BHD.to(dtype), k_BGND.to(dtype), v_BGND.to(dtype), position_BN, query_B1
+    return q_BHD.to(dtype), k_BGND.to(dtype), v_BGND.to(dtype), position_BXN, query_B1
 
 
 @pytest.mark.parametrize("heads, kv_heads, head_dim, slots, dtype, window", CASES)
@@ -43,29 +44,33 @@ def test_both_forms_against_float64(
     heads: int, kv_heads: int, head_dim: int, slots: int, dtype: torch.dtype, window: int | None, seed: int
 ) -> None:
     scale = head_dim**-0.5
-    q_BHD, k_BGND, v_BGND, position_BN, query_B1 = inputs(heads, kv_heads, head_dim, slots, dtype, seed)
-    seen_BN = visible(position_BN, query_B1, window)[:, 0]
-    weights_BGRN = dense_weights(q_BHD.double(), k_BGND.double(), seen_BN, scale)
+    q_BHD, k_BGND, v_BGND, position_BXN, query_B1 = inputs(heads, kv_heads, head_dim, slots, dtype, seed)
+    seen_BXN = visible(position_BXN, query_B1, window)[:, :, 0]
+    weights_BGRN = dense_weights(q_BHD.double(), k_BGND.double(), seen_BXN, scale)
     out_BHD = torch.matmul(weights_BGRN, v_BGND.double()).flatten(1, 2)
     assert (weights_BGRN[2] == 0).all(), "the row that has ended sees nothing"
 
-    def plain(half_BH1D: Tensor, position_BN: Tensor, query_B1: Tensor) -> tuple[Tensor, None]:
-        mask = flex_mask(position_BN, query_B1, window)
+    def mask_of(position_BXN: Tensor, query_B1: Tensor) -> BlockMask:
+        blocks = block_lists(position_BXN, query_B1, window)
+        return flex_mask(blocks, position_BXN, query_B1, window, heads // kv_heads)
+
+    def plain(half_BH1D: Tensor, position_BXN: Tensor, query_B1: Tensor) -> tuple[Tensor, None]:
+        mask = mask_of(position_BXN, query_B1)
         return flex(2 * half_BH1D, k_BGND, v_BGND, mask, scale)[:, :, 0], None
 
-    def scoring(half_BH1D: Tensor, position_BN: Tensor, query_B1: Tensor) -> tuple[Tensor, Tensor]:
-        mask, seen_BN = flex_mask(position_BN, query_B1, window), visible(position_BN, query_B1, window)[:, 0]
-        return flex_step((2 * half_BH1D)[:, :, 0], k_BGND, v_BGND, mask, seen_BN, scale)
+    def scoring(half_BH1D: Tensor, position_BXN: Tensor, query_B1: Tensor) -> tuple[Tensor, Tensor]:
+        mask, seen_BXN = mask_of(position_BXN, query_B1), visible(position_BXN, query_B1, window)[:, :, 0]
+        return flex_step((2 * half_BH1D)[:, :, 0], k_BGND, v_BGND, mask, seen_BXN, scale)
 
-    def dense(half_BH1D: Tensor, position_BN: Tensor, query_B1: Tensor) -> tuple[Tensor, Tensor]:
-        seen_BN = visible(position_BN, query_B1, window)[:, 0]
-        return dense_step((2 * half_BH1D)[:, :, 0], k_BGND, v_BGND, seen_BN, scale)
+    def dense(half_BH1D: Tensor, position_BXN: Tensor, query_B1: Tensor) -> tuple[Tensor, Tensor]:
+        seen_BXN = visible(position_BXN, query_B1, window)[:, :, 0]
+        return dense_step((2 * half_BH1D)[:, :, 0], k_BGND, v_BGND, seen_BXN, scale)
 
     torch._dynamo.reset()
     largest = float(out_BHD.abs().max())
     for function in (plain, scoring, dense):  # of a query that is computed, as it always is
         compiled = torch.compile(function, fullgraph=True, dynamic=False)
-        found_BHD, found_BGRN = compiled(q_BHD[:, :, None] / 2, position_BN, query_B1)
+        found_BHD, found_BGRN = compiled(q_BHD[:, :, None] / 2, position_BXN, query_B1)
         assert found_BHD.dtype == dtype
         torch.testing.assert_close(found_BHD.double(), out_BHD, rtol=0, atol=TOLERANCE[dtype] * largest)
         if found_BGRN is not None:  # from the inputs as they are, so exact to float32 in any dtype

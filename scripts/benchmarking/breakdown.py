@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from inertiakv import view
-from inertiakv.cache import SlotCache
 from inertiakv.graphs import Graphs
 from inertiakv.rows import Rows
 from inertiakv.steps import decode_step
+from inertiakv.table import Table
 from models.layers import MLP
 from models.moe import SparseMLP
 from models.transformer import Transformer
@@ -41,15 +41,13 @@ METHOD = (
 )
 WARM_UP = 3
 
-_evict_one = SlotCache.evict_one
+_evict_one = Table.evict_one
 
 
-def _evict_again(cache: SlotCache, protected_BN: Tensor, active_B: Tensor) -> Tensor:
+def _evict_again(table: Table, utility_BXN: Tensor, protected_BXN: Tensor, active_B: Tensor) -> None:
     """Once the slot is free the others change nothing, but that takes them as long."""
-    evicts_B = _evict_one(cache, protected_BN, active_B)
-    for _ in range(AGAIN):
-        _evict_one(cache, protected_BN, active_B)
-    return evicts_B
+    for _ in range(1 + AGAIN):
+        _evict_one(table, utility_BXN, protected_BXN, active_B)
 
 
 def _no_dense_attention(q_BHD: Tensor, *_: object) -> tuple[Tensor, None]:
@@ -77,7 +75,7 @@ PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
         (Transformer, "head", lambda model, hidden: hidden),
         (Rows, "choose", _only_look),
     ),
-    "eviction": ((SlotCache, "evict_one", _evict_again),),
+    "eviction": ((Table, "evict_one", _evict_again),),
 }
 """For each part, what takes the place of the functions that make it up, as far as a step calls them."""
 
@@ -146,6 +144,7 @@ def step(contender: Ours, graphs: Graphs, name: str, refresh: bool) -> None:
         decoder.rows,
         decoder.method,
         decoder.aggregation,
+        None,
         refresh=refresh,
         greedy=True,
     )

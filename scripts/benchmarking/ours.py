@@ -128,10 +128,10 @@ def fill_instead_of_prefill(decoder: Decoder) -> None:
         ) -> Tensor:
             for row, tokens in enumerate(rows):
                 end = slots[row] + len(tokens)
-                cache.position_BN[row, slots[row] : end] = torch.arange(
-                    positions[row], positions[row] + len(tokens), device=cache.device
-                )
-                cache.free_B[row] = end
+                of_row = torch.arange(positions[row], positions[row] + len(tokens), device=cache.device)
+                for table in cache.tables:
+                    table.position_BXN[row, :, slots[row] : end] = of_row
+                    table.free_BX[row] = end
                 first = cache.layers[0]
                 for layer in cache.layers:
                     for name in ("k_BGND", "v_BGND"):
