@@ -124,10 +124,8 @@ class Sequence:
 
     def protected(self, table: Table) -> Tensor:
         number_B = torch.ones_like(self.next_B)
-        limits = Limits(
-            self.next_B - 1, self.sinks * number_B, self.recent * number_B, number_B, spaced_B=None
-        )
-        return protected(table.position_BXN, limits)
+        limits = Limits(self.sinks * number_B, self.recent * number_B, number_B, spaced_B=None)
+        return protected(table.position_BXN, self.next_B - 1, limits)
 
     def states(self) -> list[list[RowState]]:
         return [set_states(self.cache, row) for row in self.rows]

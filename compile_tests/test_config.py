@@ -53,12 +53,37 @@ def test_a_config_cannot_be_changed_and_can_be_a_key() -> None:
         ({"refresh": True}, "refresh"),
         ({"sinks": -1}, "sinks must be a whole number of at least 0, got -1"),
         ({"recent": -1}, "recent"),
-        ({"recent": 2.0}, "recent"),
+        ({"recent": 2.0}, r"recent, as a share of the budget, must be a number in \[0, 1\), got 2.0"),
         ({"budget": 5, "sinks": 3, "recent": 3}, r"sinks \(3\) \+ recent \(3\) protect more tokens than"),
         ({"aggregation": "single", "alpha": 0.5}, "alpha=0.5 has no effect with aggregation='single'"),
         ({"aggregation": "cumulative", "alpha": 0.8}, "alpha=0.8 has no effect"),
         ({"aggregation": "single", "step_alpha": 0.5}, "step_alpha=0.5 has no effect"),
         ({"aggregation": "cumulative", "coupling": "layer"}, "coupling='layer' has no effect"),
+        ({"scorer": "loudness"}, "unknown scorer 'loudness'; choose from attention, value_norm"),
+        ({"scope": "token"}, "unknown scope 'token'; choose from shared, layer, head"),
+        ({"scorer": "learned"}, "scorer='learned' and scorer_file go together"),
+        ({"scorer_file": "x"}, "scorer='learned' and scorer_file go together"),
+        ({"seed": 3}, "seed=3 has no effect with scorer='attention'"),
+        ({"scorer": "random", "seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"scorer": "none", "alpha": 0.5}, "alpha=0.5 has no effect with scorer='none'"),
+        ({"scorer": "none", "refresh": 4}, "refresh=4 has no effect with scorer='none'"),
+        ({"scorer": "none", "pool": 5}, "pool=5 has no effect with scorer='none'"),
+        ({"pool": 4}, "pool must be an odd number of positions, got 4"),
+        ({"pool_by": "mean"}, "pool_by='mean' has no effect with pool=1"),
+        ({"scope": "layer", "coupling": "layer"}, "coupling='layer' has no effect with scope='layer'"),
+        ({"scope": "head", "layers": (1,)}, r"layers=\(1,\) has no effect with scope='head'"),
+        ({"layers": ()}, "layers must be different ones, at least one"),
+        ({"layers": (1, 1)}, "layers must be different ones"),
+        ({"layers": (-1,)}, "a layer that scores must be a whole number of at least 0, got -1"),
+        ({"allocation": "pyramid"}, "allocation='pyramid' needs a set for each layer"),
+        ({"allocation": "adaptive", "scope": "layer"}, "allocation='adaptive' needs a set for each head"),
+        ({"evict_at": "prompt"}, "evict_at='prompt' scores queries of the prompt: give window, 32 say"),
+        ({"after": "none"}, "after='none' has no effect with evict_at='first_step'"),
+        ({"evict_at": "prompt", "window": 8, "after": "none", "refresh": 4}, "refresh=4 has no effect"),
+        ({"protect_prompt": True, "sinks": 4}, "sinks=4 has no effect with protect_prompt=True"),
+        ({"reserve": 1.0}, r"reserve must be a number in \[0, 1\), got 1.0"),
+        ({"budget": 10, "rescue": 11}, r"rescue \(11\) protect more tokens than the budget of 10 keeps"),
+        ({"budget": 10, "recent": 0.5, "sinks": 6}, r"sinks \(6\) \+ recent \(5\) protect more tokens"),
     ],
     ids=str,
 )
@@ -69,7 +94,7 @@ def test_what_cannot_be_or_would_be_ignored_is_an_error(options: dict[str, Any],
 
 def test_an_option_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(TypeError):
-        EvictionConfig(window=5)
+        EvictionConfig(horizon=5)
 
 
 @pytest.mark.parametrize(
@@ -121,12 +146,51 @@ def test_a_prompt_too_short_for_what_is_protected_is_an_error() -> None:
         config.budget_for(99)
 
 
+@pytest.mark.parametrize(
+    "options,protection",
+    [
+        ({}, (0, 0, 0)),
+        ({"sinks": 4, "recent": 6}, (4, 6, 0)),
+        ({"recent": 0.5}, (0, 50, 0)),
+        ({"recent": 0.29}, (0, 29, 0)),  # 0.29 * 100 is 28.999999999999996 in binary
+        ({"reserve": 0.2}, (6, 6, 8)),
+        ({"reserve": 0.2, "sinks": 4, "recent": 0.1}, (10, 16, 8)),
+    ],
+)
+def test_what_is_protected_of_a_budget_of_a_hundred(
+    options: dict[str, Any], protection: tuple[int, int, int]
+) -> None:
+    assert EvictionConfig(**options).protection_for(100, 1000) == protection
+
+
+def test_a_protected_prompt_leaves_the_budget_to_the_answer() -> None:
+    config = EvictionConfig(compression=0.9, protect_prompt=True)
+    assert config.budget_for(1000) == 1100
+    assert config.protection_for(1100, 1000) == (1000, 0, 0)
+
+
 @pytest.mark.parametrize("refresh,steps", [(1, [1, 2, 3, 4]), (2, [1, 3, 5]), (4, [1, 5, 9]), ("once", [1])])
 def test_schedules(refresh: Any, steps: list[int]) -> None:
     config = EvictionConfig(refresh=refresh)
     assert [step for step in range(1, steps[-1] + 1) if config.refreshes_at(step)] == steps
     if refresh == "once":
         assert not any(config.refreshes_at(step) for step in range(2, 5000))
+
+
+@pytest.mark.parametrize(
+    "options,steps",
+    [
+        ({"scorer": "none"}, []),
+        ({"evict_at": "prompt", "window": 8, "refresh": "once"}, []),
+        ({"evict_at": "prompt", "window": 8, "refresh": 3}, [1, 4, 7]),
+        ({"evict_at": "prompt", "window": 8, "after": "recency"}, []),
+    ],
+    ids=str,
+)
+def test_schedules_of_rules_that_do_not_score_at_the_first_step(
+    options: dict[str, Any], steps: list[int]
+) -> None:
+    assert [step for step in range(1, 10) if EvictionConfig(**options).refreshes_at(step)] == steps
 
 
 def test_named_policies() -> None:
@@ -159,7 +223,7 @@ def test_policies_with_changes(name: str, changes: dict[str, Any], expected: Evi
 @pytest.mark.parametrize(
     "name,changes,match",
     [
-        ("tova", {}, "unknown policy 'tova'; choose from full, inertiakv"),
+        ("h3o", {}, "unknown policy 'h3o'; choose from full, inertiakv"),
         ("lazy4", {"temperature": 1}, "unknown option 'temperature'"),
         ("full", {"budget": 5}, "budget has no effect with policy 'full'"),
         ("full", {"compression": 0.5, "alpha": 0.3}, "compression, alpha has no effect"),

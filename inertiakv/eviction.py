@@ -25,7 +25,6 @@ class Limits(NamedTuple):
     """What is never evicted from a row: positions at the start of the sequence, the newest, and some spaced
     evenly over its prompt. `spaced_B` None: none of these."""
 
-    newest_B: Tensor
     sinks_B: Tensor
     recent_B: Tensor
     prompt_B: Tensor
@@ -37,10 +36,10 @@ class Pooling(NamedTuple):
     by: Literal["max", "mean"]
 
 
-def protected(position_BXN: Tensor, limits: Limits) -> Tensor:
-    """Bool mask of the tokens never evicted."""
+def protected(position_BXN: Tensor, newest_B: Tensor, limits: Limits) -> Tensor:
+    """Bool mask of the tokens never evicted, where the newest position is `newest_B`."""
     newest_B11, sinks_B11, recent_B11 = (
-        x_B[:, None, None] for x_B in (limits.newest_B, limits.sinks_B, limits.recent_B)
+        x_B[:, None, None] for x_B in (newest_B, limits.sinks_B, limits.recent_B)
     )
     protected_BXN = (position_BXN < sinks_B11) | (position_BXN > newest_B11 - recent_B11)
     if limits.spaced_B is not None:

@@ -35,10 +35,10 @@ class Method:
     windows: tuple[int | None, ...]
 
     def limits(self, rows: Rows) -> Limits:
-        """What is protected in the rows now."""
+        """What is protected in the rows."""
         spaced = self.eviction is not None and self.eviction.reserve > 0
         spaced_B = rows.spaced_B if spaced else None
-        return Limits(rows.position_B, rows.sinks_B, rows.recent_B, rows.prompt_B, spaced_B)
+        return Limits(rows.sinks_B, rows.recent_B, rows.prompt_B, spaced_B)
 
     @property
     def pooling(self) -> Pooling | None:
@@ -165,10 +165,8 @@ def _chosen(table: Table, method: Method, rows: Rows) -> Tensor:
     """The tokens of a table that stay when the prompt is evicted, bool [B, X, N]."""
     eviction = method.eviction
     assert eviction is not None
-    limits = method.limits(rows)
-    limits = limits._replace(newest_B=rows.position_B - 1)
     position_BXN, utility_BXN = table.position_BXN, table.utility_BXN
-    protected_BXN = protected(position_BXN, limits)
+    protected_BXN = protected(position_BXN, rows.position_B - 1, method.limits(rows))
     if eviction.rescue:
         protected_BXN = protected_BXN | rescued(position_BXN, utility_BXN, rows.prompt_B, eviction.rescue)
     if method.pooling is not None:

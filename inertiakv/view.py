@@ -142,7 +142,8 @@ def leave(table: Table, step: Pass) -> None:
         utility_BXN = torch.zeros_like(utility_BXN)
     elif step.pool is not None:
         utility_BXN = pooled(table.position_BXN, utility_BXN, *step.pool)
-    table.evict_one(utility_BXN, protected(table.position_BXN, step.evict), step.active_B)
+    protected_BXN = protected(table.position_BXN, step.positions_BT[:, -1], step.evict)
+    table.evict_one(utility_BXN, protected_BXN, step.active_B)
 
 
 class CacheView:
