@@ -19,7 +19,7 @@ from compile_tests.tiny import (
     spoil_unused_slots,
     tiny_model,
 )
-from inertiakv import Decoder, EvictionConfig, Sampling, StopStrings
+from inertiakv import Decoder, EvictionConfig, Sampling, StopStrings, policy
 
 MODEL = tiny_model(11)
 LAZY = EvictionConfig(compression=0.7, refresh=3, sinks=1, recent=2)
@@ -351,3 +351,32 @@ def test_files_that_are_no_conversation(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no readable"):
         decoder.load(tmp_path / "truncated")
     assert decoder.decode(2).tokens
+
+
+@pytest.mark.parametrize("name", ["full", "inertiakv", "tova", "h2o", "snapkv", "adakv"])
+def test_a_prompt_read_once_serves_every_rule(name: str) -> None:
+    request = [random_prompt(90, 1), random_prompt(41, 2)]
+    reader = decoder_for(MODEL, None)
+    reader.prefill(request)
+    rule = None if name == "full" else policy(name, budget=40)
+    own, taken = decoder_for(MODEL, rule), decoder_for(MODEL, rule)
+    expected = own.generate(request, 20)
+    for _ in range(2):  # and again, since nothing of it was used up
+        taken.take_prompt(reader, max_new_tokens=20)
+        out = taken.decode(20)
+        assert out.tokens == expected.tokens
+        assert out.stats.kept_tokens == expected.stats.kept_tokens
+        assert out.stats.cache_bytes == expected.stats.cache_bytes
+    assert reader.decode(20).tokens == decoder_for(MODEL, None).generate(request, 20).tokens
+
+
+def test_a_prompt_that_was_evicted_or_answered_cannot_be_taken_over() -> None:
+    reader, taker = decoder_for(MODEL, EvictionConfig(budget=10)), decoder_for(MODEL, None)
+    with pytest.raises(ValueError, match="no conversation yet"):
+        taker.take_prompt(reader)
+    reader.generate(random_prompt(30), 2)
+    with pytest.raises(ValueError, match="of which nothing was evicted or answered"):
+        taker.take_prompt(reader)
+    reader.prefill(random_prompt(30))
+    with pytest.raises(ValueError, match="another model"):
+        decoder_for(tiny_model(5), None).take_prompt(reader)

@@ -63,10 +63,13 @@ def test_the_table_of_policies() -> None:
     marked = re.search(r"<!-- policies -->(.*?)<!-- /policies -->", README, re.DOTALL)
     assert marked is not None
     rows = table(marked[1])
-    assert [row[0] for row in rows] == [f"`{name}`" for name in POLICIES]
-    for row, config in zip(rows, POLICIES.values(), strict=True):
-        fields = (None,) * 3 if config is None else (config.aggregation, config.alpha, config.refresh)
-        assert row[1:4] == ["-" if field is None else f"`{field}`" for field in fields]
+    assert [name for row in rows for name in re.findall(r"`(\w+)`", row[0])] == list(POLICIES)
+    for row in rows:
+        for name in re.findall(r"`(\w+)`", row[0]):
+            config = POLICIES[name]
+            fields = ("-", "nothing") if config is None else (f"`{config.scope}`", f"`{config.evict_at}`")
+            assert (row[3], row[4]) == fields
+            assert all(row)
 
 
 def test_the_table_of_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ class Aggregation(nn.Module):
         decay, gain = layer_coefficients(config, len(self.layers))
         self.register_buffer("decay_L", torch.tensor(decay, dtype=dtype, device=device))
         self.register_buffer("gain_L", torch.tensor(gain, dtype=dtype, device=device))
-        salt_L = uniform(torch.tensor(config.seed or 0), torch.tensor(self.layers)) * 2**30
+        salt_L = uniform(torch.tensor(config.scorer_seed or 0), torch.tensor(self.layers)) * 2**30
         self.register_buffer("salt_L", salt_L.to(device, torch.int64))
 
     def by_layer(self) -> dict[int, Coefficients]:

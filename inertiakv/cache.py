@@ -187,6 +187,16 @@ class SlotCache(nn.Module):
         for table, kept_BXN in zip(self.tables, keep_BXN, strict=True):
             table.keep(kept_BXN)
 
+    def copy_prompt(self, source: SlotCache, tokens: int) -> None:
+        """Hold what `source`, of which nothing was evicted, holds in its first `tokens` slots."""
+        theirs = source.tables[0]
+        for table in self.tables:
+            table.position_BXN[..., :tokens] = theirs.position_BXN[:, :1, :tokens]
+            table.free_BX.copy_(theirs.free_BX[:, :1].expand_as(table.free_BX))
+        for mine, layer in zip(self.layers, source.layers, strict=True):
+            mine.k_BGND[:, :, :tokens] = layer.k_BGND[:, :, :tokens]
+            mine.v_BGND[:, :, :tokens] = layer.v_BGND[:, :, :tokens]
+
     def take_from(self, source: SlotCache, keep_BXN: Sequence[Tensor], *, release: bool) -> None:
         """Become a copy of the tokens that the masks mark in `source`, a mask for each table of this cache,
         oldest first, with their utilities and budgets. `source` may have fewer sets.

@@ -44,7 +44,7 @@ class EvictionConfig:
     """What a token is worth. `none` scores nothing: the oldest goes."""
     scorer_file: str | None = None
     """The weights of `learned`, a safetensors file."""
-    seed: int | None = None
+    scorer_seed: int | None = None
     """Of the scorer `random`; 0 by default."""
     scope: Scope = "shared"
     """What has a retention set of its own: all layers together, a layer, or a layer's KV head."""
@@ -127,8 +127,8 @@ class EvictionConfig:
         else:
             _check_int("recent", self.recent, 0)
         _check_unit("reserve", self.reserve)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0)
+        if self.scorer_seed is not None:
+            _check_int("scorer_seed", self.scorer_seed, 0)
 
     def _resolve_budget(self) -> None:
         if self.budget is not None:
@@ -158,9 +158,9 @@ class EvictionConfig:
         if (self.scorer == "learned") != (self.scorer_file is not None):
             raise ValueError("scorer='learned' and scorer_file go together")
         if self.scorer != "random":
-            self._refuse(f"scorer={self.scorer!r}", "seed")
-        elif self.seed is None:
-            object.__setattr__(self, "seed", 0)
+            self._refuse(f"scorer={self.scorer!r}", "scorer_seed")
+        elif self.scorer_seed is None:
+            object.__setattr__(self, "scorer_seed", 0)
         if self.scorer == "none":
             self._refuse("scorer='none'", "window", "pool", "pool_by", "pool_at", "rescue", "layers")
         if self.pool == 1:

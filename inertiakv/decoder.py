@@ -97,7 +97,8 @@ class Decoder:
         self._rows_by_batch: dict[int, Rows] = {}
         self.rows: Rows
         self.cache: SlotCache | None
-        self._last_tokens: list[list[int]] = []
+        self._tokens: list[list[int]] = []
+        self._logits_BV: Tensor | None = None
         self._forget()
 
     def generate(
@@ -147,6 +148,25 @@ class Decoder:
         self._begin([len(row) for row in rows], max_new_tokens)
         with self._whole():
             self._enter(rows, progress)
+            if self._evicts_prompt:
+                self._evict_to_budget(max_new_tokens, new=False)
+
+    @torch.no_grad()
+    def take_prompt(self, source: Decoder, *, max_new_tokens: int = 0) -> None:
+        """Start a conversation with the prompts that another decoder of the same model has prefilled, by
+        copying their K and V: one prefill then serves several rules. Raises ValueError where `source` has
+        evicted of them or has begun to answer."""
+        theirs = source._conversation()
+        if source.model is not self.model:
+            raise ValueError("the prompt belongs to another model")
+        lengths = source.stats.prompt_tokens
+        if source._logits_BV is None or theirs.mean_B.tolist() != lengths:
+            raise ValueError("only a prompt of which nothing was evicted or answered can be taken over")
+        self._begin(lengths, max_new_tokens)
+        with self._whole(), self._timed("prefill"):
+            self._conversation().copy_prompt(theirs, max(lengths))
+            self.rows.position_B.copy_(source.rows.position_B)
+            self._logits_BV, self._tokens = source._logits_BV.clone(), source._tokens
             if self._evicts_prompt:
                 self._evict_to_budget(max_new_tokens, new=False)
 
@@ -214,7 +234,7 @@ class Decoder:
         if any(len(row) > 1 for row in rows):
             self._enter([row[:-1] for row in rows], progress)
         else:
-            self._last_tokens = [[] for _ in rows]
+            self._tokens = [[] for _ in rows]
         self.rows.token_B.copy_(torch.tensor([row[-1] for row in rows]))
         self._evict_to_budget(max_new_tokens)
 
@@ -249,10 +269,8 @@ class Decoder:
         self.cache = None
         self.stats = Stats([], [])
         self._overfull = False  # the cache holds whole prompts, which the next step evicts to budget
-        self._logits_BV: Tensor | None = (
-            None  # of the last token fed, where none has been chosen from them yet
-        )
-        self._last_tokens = []  # of each row's prompt or turn, as many as score together
+        self._logits_BV = None  # of the last token fed, where none has been chosen from them yet
+        self._tokens = []  # of each row's prompt or turn, as far as they were entered
         self._turn_step = 0  # decode steps of this turn: the refresh schedule's t
         self._turn = object()  # whose answer a stream is
         if self._recorder is not None:
@@ -295,8 +313,7 @@ class Decoder:
             self.rows.position_B.add_(torch.tensor([len(row) for row in rows], device=cache.device))
             self.rows.fed_B.fill_(True)
             self._logits_BV = self.model.head(hidden_BE)
-            window = 0 if self.eviction is None else self.eviction.window
-            self._last_tokens = [row[max(0, len(row) - window) :] for row in rows]
+            self._tokens = rows
 
     def _move_to(self, target: SlotCache, keep_BXN: Sequence[Tensor] | None = None) -> None:
         """Go on in another cache, with all tokens or those marked. The decode cache alone keeps its
@@ -318,7 +335,7 @@ class Decoder:
         assert self.eviction is not None
         cache = self._conversation()
         with self._timed("first_step"):
-            before_BW = self._before()
+            before_BW = self._before(self.eviction.window)
             end_slot = max(int(table.free_BX.max()) for table in cache.tables) + new
             scoring = self.aggregation if self.eviction.scores else None
             logits_BV, keep_BXN = evicting_step(
@@ -345,12 +362,13 @@ class Decoder:
         if self.eviction.after == "none":
             table.budget_BX.fill_(MAX_BUDGET)
 
-    def _before(self) -> Tensor:
-        """The prompt's last tokens, as many as score together, [B, W], -1 before the first of a shorter
+    def _before(self, window: int) -> Tensor:
+        """The last `window` tokens of each row's prompt or turn, [B, W], -1 before the first of a shorter
         one."""
-        longest = max(map(len, self._last_tokens))
-        padded = [[-1] * (longest - len(row)) + row for row in self._last_tokens]
-        return torch.tensor(padded, dtype=torch.int64, device=self.model.device).view(len(padded), longest)
+        rows = [row[max(0, len(row) - window) :] for row in self._tokens]
+        longest = max(map(len, rows))
+        padded = [[-1] * (longest - len(row)) + row for row in rows]
+        return torch.tensor(padded, dtype=torch.int64, device=self.model.device).view(len(rows), longest)
 
     def _answer(
         self,

@@ -61,5 +61,5 @@ def policy(name: str, **changes: object) -> EvictionConfig | None:
     if changes.get("aggregation", base.aggregation) != "ema":
         changes.setdefault("alpha", None)
     if changes.get("scorer", base.scorer) != "random":
-        changes.setdefault("seed", None)
+        changes.setdefault("scorer_seed", None)
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def save(decoder: Decoder, path: str | Path) -> None:
         **_identity(decoder),
         "slots": cache.shape.slots,
         "overfull": decoder._overfull,
-        "last_tokens": decoder._last_tokens,
+        "tokens": decoder._tokens,
         "turn_step": decoder._turn_step,
         "stopped": sorted(decoder._stopped),
         "stats": stats,
@@ -80,7 +80,7 @@ def _stats(state: dict[str, Any]) -> Stats:
 def _check_complete(decoder: Decoder, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Raise for a state or a tensor that is missing, of another shape or of another dtype."""
     stats = _stats(state)
-    for name in ("overfull", "last_tokens", "turn_step", "stopped"):
+    for name in ("overfull", "tokens", "turn_step", "stopped"):
         state[name]
     shape = decoder.buffers.shape(stats.batch, state["slots"])
     cache = SlotCache(shape, dtype=decoder.model.dtype, device="meta")
@@ -109,7 +109,7 @@ def _restore(decoder: Decoder, state: dict[str, Any], tensors: dict[str, torch.T
                 buffer.copy_(tensors[prefix + name])
     decoder.cache, decoder.rows, decoder._logits_BV = cache, rows, tensors.get("logits")
     decoder._overfull, decoder._turn_step = state["overfull"], state["turn_step"]
-    decoder._last_tokens, decoder._stopped = state["last_tokens"], set(state["stopped"])
+    decoder._tokens, decoder._stopped = state["tokens"], set(state["stopped"])
 
 
 def _identity(decoder: Decoder) -> dict[str, Any]:
