@@ -98,7 +98,9 @@ def few_rows_product(x_RI: Tensor, weight_OI: Tensor) -> Tensor:
     weight_SO1I = weight_OI.to(wide).unflatten(0, (streams, -1))[:, :, None]
     sums = [(weight_O1I * x_PI).sum(-1) for weight_O1I in weight_SO1I.unbind() for x_PI in x_PQI.unbind(1)]
     y_SQOP = torch.stack(sums).unflatten(0, (streams, -1))
-    return y_SQOP.permute(3, 1, 0, 2).flatten(2).flatten(0, 1)
+    y_RO = y_SQOP.permute(3, 1, 0, 2).flatten(2).flatten(0, 1)
+    # Two passes leave the outputs of two rows in turns: an activation would be computed one at a time.
+    return y_RO if passes == 1 else computed_first(y_RO)
 
 
 class Linear(nn.Module):
