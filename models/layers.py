@@ -20,6 +20,8 @@ Rotation = tuple[Tensor, Tensor]
 
 FEW_ROWS = 8
 """Up to so many rows a compiled linear layer on a CPU is a loop of the compiler's own."""
+SIDES = 16
+"""Parts of its outputs that an uncompiled linear layer for one row computes side by side on a CPU."""
 
 
 class Cache(Protocol):
@@ -60,11 +62,21 @@ def linear(
     if not (torch.compiler.is_compiling() and own_loop and rows <= FEW_ROWS):
         # First narrow, then scaled: a product of two numbers of x's dtype, rounded once, and no wider copy.
         weight_OI = weight_OI if scale_O1 is None else weight_OI.to(x.dtype) * scale_O1
+        if rows == 1 and x.device.type == "cpu" and x.dtype.itemsize >= 4 and weight_OI.shape[0] % SIDES == 0:
+            y_O = one_row_product(x.reshape(-1), weight_OI)
+            return (y_O if bias_O is None else y_O + bias_O).reshape(*x.shape[:-1], -1)
         return F.linear(x, weight_OI, bias_O)
     y_RO = few_rows_product(x.reshape(rows, -1), weight_OI)
     y_RO = y_RO if scale_O1 is None else y_RO * scale_O1[:, 0]
     y_RO = y_RO if bias_O is None else y_RO + bias_O
     return y_RO.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def one_row_product(x_I: Tensor, weight_OI: Tensor) -> Tensor:
+    """weight_OI times x_I, [O], of float32 or wider on a CPU. The library's product of a matrix and a vector
+    runs on one core; several of them run side by side."""
+    parts_S = weight_OI.unflatten(0, (SIDES, -1))
+    return torch.bmm(parts_S, x_I[:, None].expand(SIDES, -1, -1)).flatten()
 
 
 def few_rows_product(x_RI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -86,7 +98,9 @@ def few_rows_product(x_RI: Tensor, weight_OI: Tensor) -> Tensor:
     weight_SO1I = weight_OI.to(wide).unflatten(0, (streams, -1))[:, :, None]
     sums = [(weight_O1I * x_PI).sum(-1) for weight_O1I in weight_SO1I.unbind() for x_PI in x_PQI.unbind(1)]
     y_SQOP = torch.stack(sums).unflatten(0, (streams, -1))
-    return y_SQOP.permute(3, 1, 0, 2).flatten(2).flatten(0, 1)
+    y_RO = y_SQOP.permute(3, 1, 0, 2).flatten(2).flatten(0, 1)
+    # Two passes leave the outputs of two rows in turns: an activation would be computed one at a time.
+    return y_RO if passes == 1 else computed_first(y_RO)
 
 
 class Linear(nn.Module):
