@@ -227,21 +227,38 @@ def test_sampling(cli: Cli) -> None:
 
 def test_every_eviction_option(cli: Cli) -> None:
     chosen = (
-        "--budget 60 --alpha 0.5 --coupling temporal --step-alpha 0.4 --refresh once --sinks 4 --recent 8"
+        "--budget 60 --alpha 0.5 --coupling temporal --step-alpha 0.4 --refresh once --sinks 4 --recent 0.1 "
+        "--scorer random --scorer-seed 3 --layers 1 --new-token mean --pool 5 --pool-by mean "
+        "--pool-at always --window 3 --reserve 0.2 --rescue 2"
     )
     argv = chosen.split()
     report = cli("--prompt", TEXT, "--policy", "lazy4", *argv, "--max-new-tokens", 4, "--json").json
-    assert report["config"] == {
-        "compression": None,
-        "budget": 60,
-        "aggregation": "ema",
-        "alpha": 0.5,
-        "coupling": "temporal",
-        "step_alpha": 0.4,
-        "refresh": "once",
-        "sinks": 4,
-        "recent": 8,
-    }
+    expected = EvictionConfig(
+        budget=60,
+        scorer="random",
+        scorer_seed=3,
+        layers=(1,),
+        alpha=0.5,
+        coupling="temporal",
+        step_alpha=0.4,
+        refresh="once",
+        new_token="mean",
+        window=3,
+        pool=5,
+        pool_by="mean",
+        pool_at="always",
+        sinks=4,
+        recent=0.1,
+        reserve=0.2,
+        rescue=2,
+    )
+    assert report["config"] == json.loads(json.dumps(dataclasses.asdict(expected)))
+    chosen = "--scope head --allocation adaptive --evict-at prompt --window 3 --after none"
+    report = cli("--prompt", TEXT, *chosen.split(), "--max-new-tokens", 2, "--json").json
+    expected = EvictionConfig(scope="head", allocation="adaptive", evict_at="prompt", window=3, after="none")
+    assert report["config"] == dataclasses.asdict(expected)
+    report = cli("--prompt", TEXT, "--policy", "random", "--protect-prompt", "--max-new-tokens", 2, "--json")
+    assert report.json["config"]["protect_prompt"] is True
     report = cli("--prompt", TEXT, "--aggregation", "single", "--max-new-tokens", 2, "--json").json
     assert report["config"] == dataclasses.asdict(EvictionConfig(aggregation="single"))
 
@@ -252,7 +269,7 @@ def test_the_command_line_has_every_field_of_the_config(cli: Cli, capsys: pytest
     assert not exit_.value.code
     text = capsys.readouterr().out
     for field in dataclasses.fields(EvictionConfig):
-        assert f"--{field.name.replace('_', '-')} " in text
+        assert re.search(rf"--{field.name.replace('_', '-')}[ ,]", text)
     assert "scripts/decode.py --prompt" in text
     assert "None" not in text
 
