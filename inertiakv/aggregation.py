@@ -5,6 +5,7 @@ Shape letters: B batch, X retention sets, L layers, N slots.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ class Aggregation(nn.Module):
     ) -> None:
         """Raises ValueError for layers that the model does not have."""
         super().__init__()
-        self.scorer = config.scorer
+        self._config, self.alpha, self.scorer = config, config.alpha, config.scorer
         self.learned: tuple[Tensor, Tensor] | None = None
         self.layers = tuple(range(num_layers)) if config.layers is None else tuple(sorted(config.layers))
         if self.layers[-1] >= num_layers:
@@ -74,6 +75,13 @@ class Aggregation(nn.Module):
         self.register_buffer("gain_L", torch.tensor(gain, dtype=dtype, device=device))
         salt_L = uniform(torch.tensor(config.scorer_seed or 0), torch.tensor(self.layers)) * 2**30
         self.register_buffer("salt_L", salt_L.to(device, torch.int64))
+
+    def smooth(self, alpha: float) -> None:
+        """Go on with another alpha."""
+        self.alpha = alpha
+        decay, gain = layer_coefficients(dataclasses.replace(self._config, alpha=alpha), len(self.layers))
+        self.decay_L.copy_(torch.tensor(decay, dtype=self.decay_L.dtype))
+        self.gain_L.copy_(torch.tensor(gain, dtype=self.gain_L.dtype))
 
     def by_layer(self) -> dict[int, Coefficients]:
         """For each layer that scores. Copies, since the compiler takes layers for alike only where their

@@ -23,6 +23,7 @@ from .budgets import Budgets
 from .buffers import Buffers
 from .cache import SlotCache, bucket
 from .config import MAX_BUDGET, EvictionConfig
+from .experimental import AdaptiveAlpha
 from .graphs import Graphs
 from .prefill import Prefill, Progress
 from .prompts import Prompts, check_positions, count_rows, is_single, to_rows
@@ -92,7 +93,7 @@ class Decoder:
         self.graphs = Graphs(compile, model.device, on_compile)
         self.buffers = Buffers(model, "shared" if eviction is None else eviction.scope)
         self._prefill = Prefill(model, self.method, self.graphs, prefill_chunk)
-        self._record = record
+        self._record = eviction.warm_up if isinstance(eviction, AdaptiveAlpha) else record
         self._recorder: Recorder | None = None
         self._rows_by_batch: dict[int, Rows] = {}
         self.rows: Rows
@@ -175,6 +176,12 @@ class Decoder:
         batch, longest = len(lengths), max(lengths)
         check_positions(lengths, max_new_tokens, self.model.config.max_positions)
         budgets = Budgets(self.eviction, lengths, self.model.config.num_layers)
+        if isinstance(self.eviction, AdaptiveAlpha):
+            if batch > 1:
+                raise ValueError(f"an adaptive alpha is one row's: {batch} prompts cannot share it")
+            assert self.aggregation is not None
+            assert self.eviction.alpha is not None
+            self.aggregation.smooth(self.eviction.alpha)
         slots = budgets.decode_slots(max_new_tokens)
         self._check_model()
         prompt_slots = bucket(longest + 1) if budgets.overfull else 0
@@ -471,7 +478,16 @@ class Decoder:
             )
         self.stats.decode_steps += 1
         self.stats.refreshes += refresh
+        self._adapt()
         return Step(decoded=True, refreshed=refresh, timed=self.graphs.stats.compiled == compiled)
+
+    def _adapt(self) -> None:
+        """Choose alpha at the end of a warm-up."""
+        if isinstance(self.eviction, AdaptiveAlpha) and self._turn_step == 1 + self.eviction.warm_up:
+            assert self.aggregation is not None
+            budget = self.stats.budgets[0]
+            assert budget is not None
+            self.aggregation.smooth(self.eviction.choose(self.recording(), budget))
 
     def _uncount(self, steps: list[Step]) -> None:
         """Take back from the counts the last steps, which ran after every row had ended and changed

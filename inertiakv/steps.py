@@ -19,6 +19,7 @@ from .attention import Backend
 from .cache import SlotCache
 from .config import EvictionConfig
 from .eviction import EMPTY, Limits, Pooling, pooled, protected, rescued, retained
+from .experimental import RankTrigger
 from .protocol import LanguageModel
 from .recording import Recorder
 from .rows import Rows
@@ -100,14 +101,19 @@ def decode_step(
         from_mean=eviction is not None
         and eviction.scores
         and eviction.after == "rule"
-        and (not refresh or eviction.new_token == "mean"),
+        and (not refresh or eviction.new_token == "mean" or isinstance(eviction, RankTrigger)),
         evict=method.limits(rows),
         by_age=eviction is not None and eviction.after == "recency",
         pool=method.pooling if eviction is not None and eviction.pool_at == "always" else None,
     )
     scoring = aggregation if refresh else None
     view = CacheView(cache, step, scoring, record=recorder is not None)
+    triggered = refresh and isinstance(eviction, RankTrigger)
+    before_BXN = cache.tables[0].utility_BXN.clone() if triggered else None
     hidden_BE = model(rows.token_B[:, None], positions_B1, view)[:, 0]
+    if before_BXN is not None:
+        assert isinstance(eviction, RankTrigger)
+        eviction.settle(cache.tables[0], before_BXN)
     if recorder is not None:
         recorder.record(cache.tables[0], view.scores, torch.where(active_B, rows.position_B, EMPTY))
     view.finish()
