@@ -158,7 +158,9 @@ def test_rows_of_a_batch_end_at_their_own_steps() -> None:
     assert (first.steps, second.steps) == (2, 1)
     close(second.utility_TP, [[0.3, NAN, NAN, NAN, NAN, 0.5]])
     assert as_sets(second.present_TP) == [{0, 5}]
-    assert first.first(1).utility_TP.shape == (1, 4)
+    close(first.first(1).utility_TP, [[0.0, 0.1, 0.2]])
+    assert first.first(9).utility_TP.shape == (2, 4)
+    assert first.first(0).utility_TP.shape == (0, 0)
     with pytest.raises(ValueError, match="recorded without scores"):
         _ = first.raw_TP
 

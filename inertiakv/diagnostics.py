@@ -51,8 +51,9 @@ class RowTrace:
         return len(self.newest_T)
 
     def first(self, steps: int) -> RowTrace:
-        """The first steps alone."""
-        return self._at(torch.arange(self.steps, device=self.newest_T.device) < steps)
+        """The first steps alone, and the positions that they knew."""
+        length = int(self.newest_T[:steps].max()) + 1 if min(steps, self.steps) else 0
+        return self._at(slice(steps), slice(length))
 
     def scored(self) -> RowTrace:
         """The steps which took scores."""
@@ -76,13 +77,13 @@ class RowTrace:
             raise ValueError("this run was recorded without scores")
         return self.score_TLP
 
-    def _at(self, chosen_T: Tensor) -> RowTrace:
+    def _at(self, steps: Tensor | slice, positions: slice = slice(None)) -> RowTrace:
         return RowTrace(
-            self.utility_TP[chosen_T],
-            None if self.score_TLP is None else self.score_TLP[chosen_T],
-            self.present_TP[chosen_T],
-            self.protected_TP[chosen_T],
-            self.newest_T[chosen_T],
+            self.utility_TP[steps][..., positions],
+            None if self.score_TLP is None else self.score_TLP[steps][..., positions],
+            self.present_TP[steps][..., positions],
+            self.protected_TP[steps][..., positions],
+            self.newest_T[steps],
         )
 
 
