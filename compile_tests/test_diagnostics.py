@@ -222,6 +222,7 @@ def test_known_churn() -> None:
     close(dx.jaccard(set_TP[0], set_TP[1]), 3 / 5)
     close(dx.jaccard(set_TP[0], set_TP[3]), 0)
     close(dx.share_lost(set_TP[0], set_TP[1]), 1 / 4)
+    close(dx.share_lost(set_TP[0], masks([{0}])[0]), 3 / 4)
     assert dx.churn(set_TP[:1]).shape == (0,)
 
 
@@ -274,16 +275,20 @@ def python_spearman(a: dict[int, float], b: dict[int, float]) -> float:
     return sum((x[p] - mean) * (y[p] - mean) for p in x) / math.sqrt(xx * yy) if xx * yy else NAN
 
 
-@given(made_runs(), budgets)
-def test_rank_changes(run: Made, budget: int) -> None:
-    expected = []
-    sets = [top(utility, budget) for utility in run.utilities]
+def python_rank_changes(run: Made, sets: Sequence[set[int]]) -> list[float]:
+    changes = []
     for step in range(1, len(sets)):
         common = sets[step] & sets[step - 1]
         before, now = (python_ranks({p: run.utilities[t][p] for p in common}) for t in (step - 1, step))
         moved = sum(abs(now[p] - before[p]) for p in common)
-        expected.append(moved / len(common) / (len(common) - 1) if len(common) > 1 else NAN)
+        changes.append(moved / len(common) / (len(common) - 1) if len(common) > 1 else NAN)
+    return changes
+
+
+@given(made_runs(), budgets)
+def test_rank_changes(run: Made, budget: int) -> None:
     trace = run.trace()
+    expected = python_rank_changes(run, [top(utility, budget) for utility in run.utilities])
     close(dx.rank_changes(trace.utility_TP, dx.ema_sets(trace, budget)), expected)
 
 
@@ -318,6 +323,7 @@ def test_a_row_of_the_table(run: Made, budget: int) -> None:
         "at_most_one_change": [float(n <= 1) for n in changes(ema)],
         "boundary_margin": [margin(u, inside) for u, inside in zip(run.utilities, ema, strict=True)],
         "score_entropy": [entropy(score) for score in run.raw],
+        "rank_changes": python_rank_changes(run, ema),
     }.items():
         close(getattr(actual, name), average(expected))
 

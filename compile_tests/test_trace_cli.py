@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from compile_tests.tiny_chat import BOS, EOS, set_eos, tiny_chat, tiny_tokenizer
 from inertiakv import Decoder, EvictionConfig
-from inertiakv.diagnostics import RowTrace
+from inertiakv.diagnostics import RowTrace, retained_sets
+from models import load_model
 from scripts import decode, trace
 from scripts.tracing import analysis, plots, tables, text_view
 from scripts.tracing.runs import Run, choose_rules, record, same_steps
@@ -453,9 +454,6 @@ def test_an_answer_may_end_sooner(cli: Cli, tmp_path: Path) -> None:
 @recorded
 @pytest.mark.parametrize("evict", [True, False])
 def test_retained_sets_are_what_the_cache_holds(folder: Path, evict: bool) -> None:
-    from inertiakv.diagnostics import retained_sets
-    from models import load_model
-
     model, _ = load_model(str(folder))
     source = Decoder(model, None, compile=False)
     source.prefill(list(range(40, 80)), max_new_tokens=9)
