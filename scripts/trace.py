@@ -1,0 +1,241 @@
+"""Look into eviction rules: what they would keep step by step, how stable it is, and which scores decide.
+
+Each prompt is prefilled once, and decoded under every rule with a cache that keeps every token, so that what
+the rules would choose can be compared; then once more under each policy with its real budget, for the views
+that show what is really kept.
+
+Examples:
+  python scripts/trace.py --prompt-file book.txt --steps 128 --out traces
+  python scripts/trace.py --prompt-file book.txt --policies none --scorers keydiff,recency --couplings none
+  python scripts/trace.py --prompt-file book.txt --policies inertiakv,lazy4 --scorers none --show
+
+Tables go to stdout, or with --json one object; progress to stderr. The exit code is 0, or 2 where the
+command line or a file is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
+
+from inertiakv import Decoder, EvictionConfig
+from inertiakv.diagnostics import retained_sets
+from scripts import decode
+from scripts.benchmarking import results
+from scripts.cli import options, prompts
+from scripts.cli.console import PrefillBar, say
+from scripts.tracing import analysis, plots, text_view
+from scripts.tracing.runs import LEAST_STEPS, Rules, Run, choose_rules, record, same_steps
+from scripts.tracing.tables import tables
+from scripts.tracing.text_view import Token, View
+
+Names = Annotated[str, tyro.conf.arg(metavar="NAME,...|none")]
+
+
+@dataclass(frozen=True)
+class RuleOptions:
+    """Which rules. Those of --scorers and --couplings are inertiakv with another scorer or coupling."""
+
+    policies: Names = "inertiakv,single,cumulative"
+    """Named policies."""
+    scorers: Names = "attention,value_norm,entropy,keydiff,key_norm,recency,random"
+    """Scorers to set against attention, which is always among them."""
+    couplings: Names = "layer_temporal,temporal,layer"
+    """Couplings: what of the stability is memory across steps, and what the weighting of layers."""
+    compression: Annotated[float | None, tyro.conf.arg(help_behavior_hint="(default: 0.9)")] = None
+    """Share of the prompt to evict."""
+    budget: Annotated[int | None, tyro.conf.arg(help_behavior_hint="")] = None
+    """Instead: tokens that are kept."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How much is decoded, greedily."""
+
+    steps: int = 64
+    """Decode steps, each of which feeds a token. An answer may end sooner."""
+    ignore_eos: decode.Switch = False
+    """Go on where an answer ends."""
+
+
+@dataclass(frozen=True)
+class MachineOptions(decode.MachineOptions):
+    """What computes, and how."""
+
+    compile: bool = False
+    """Run decode steps as compiled graphs, which every rule compiles anew: for thousands of steps."""
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Where the results go."""
+
+    out: decode.File = None
+    """A folder for trace.json, tables.md, text.html and, where matplotlib is installed, plots."""
+    show: decode.Switch = False
+    """Print the text as each policy keeps it, too; in colours on a terminal, unless NO_COLOR is set."""
+    json: decode.Switch = False
+    """Print what trace.json says, and nothing else, to stdout."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    prompt: decode.PromptOptions
+    rules: RuleOptions
+    run: RunOptions
+    machine: MachineOptions
+    output: OutputOptions
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return options.run(
+        lambda: trace(options.parse(Arguments, argv, prog="trace.py", description=__doc__ or ""))
+    )
+
+
+def trace(args: Arguments) -> None:
+    """Run the rules over the prompts. What is wrong by itself is found before the model is loaded."""
+    kept = {"compression": args.rules.compression, "budget": args.rules.budget}
+    kept = {name: value for name, value in kept.items() if value is not None}
+    rules = choose_rules(
+        _names(args.rules.policies), _names(args.rules.scorers), _names(args.rules.couplings), kept
+    )
+    given = decode.read_prompts(args.prompt)
+    if args.run.steps < LEAST_STEPS:
+        raise ValueError(f"--steps must be at least {LEAST_STEPS}, got {args.run.steps}")
+    if args.output.show and args.output.json:
+        raise ValueError("--show has no effect with --json, which prints one object")
+    if args.output.show and not rules.policies:
+        raise ValueError("--show shows what policies keep: give --policies")
+    if args.output.out is not None:
+        args.output.out.mkdir(exist_ok=True)
+    decode.check_machine(args.machine)
+
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
+        say(f"loading {args.machine.model} ...")
+        model, tokenizer = decode.load(args.machine)
+        rows = [prompts.encode(tokenizer, p, raw=args.prompt.raw, system=args.prompt.system) for p in given]
+        traced = [
+            trace_prompt(model, tokenizer, row, rules, args, f"prompt {number}")
+            for number, row in enumerate(rows, 1)
+        ]
+    report = {
+        "model": {"name": args.machine.model, "source": str(model.source), "dtype": str(model.dtype)},
+        "rules": {label: dataclasses.asdict(rule) for label, rule in rules.labelled.items()},
+        "prompts": [one.report for one in traced],
+        "mean": analysis.average([one.report["statistics"] for one in traced]),
+    }
+    views = [view for one in traced for view in one.views]
+    made = tables(report["mean"])
+    if args.output.out is not None:
+        write(args.output.out, report, "\n\n".join(table.markdown() for table in made), traced)
+    if args.output.json:
+        print(json.dumps(analysis.plain(report)))
+        return
+    print("\n\n".join(table.text() for table in made))
+    if args.output.show:
+        colour = text_view.in_colour(sys.stdout)
+        for view in views:
+            print("\n" + text_view.terminal(view, colour))
+
+
+def _names(text: str) -> list[str]:
+    return [] if text == "none" else list(dict.fromkeys(text.split(",")))
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What came of one prompt: numbers, texts, and the runs of the policies with their real budgets."""
+
+    report: dict[str, Any]
+    views: list[View]
+    real: dict[str, Run]
+
+
+def trace_prompt(
+    model: Any, tokenizer: Any, prompt: list[int], rules: Rules, args: Arguments, name: str
+) -> Traced:
+    """Every rule over one prompt. Raises ValueError where its answer is over too soon."""
+    machine: dict[str, Any] = {"compile": args.machine.compile, "attention": args.machine.attention}
+    eos: list[int] | None = [] if args.run.ignore_eos else None
+    source = Decoder(model, None, **machine)
+    with contextlib.closing(PrefillBar(len(prompt))) as bar:
+        source.prefill(prompt, max_new_tokens=args.run.steps + 1, progress=bar)
+
+    different = list(dict.fromkeys(rules.labelled.values()))
+    total = len(different) + len(rules.policies)
+    say(f"{name}: {total} runs of {args.run.steps} steps ...")
+    with tqdm(total=total, desc=name, unit=" runs", disable=None, leave=False) as progress:
+
+        def run(rule: EvictionConfig, evict: bool) -> Run:
+            done = record(source, rule, args.run.steps, eos, evict=evict, **machine)
+            progress.update()
+            return done
+
+        shadows = dict(zip(different, same_steps([run(r, evict=False) for r in different]), strict=True))
+        real = {policy: run(rule, evict=True) for policy, rule in rules.policies.items()}
+    say(f"{name}: statistics ...")
+    any_run = next(iter(shadows.values()))
+    report = {
+        "tokens": len(prompt),
+        "budget": any_run.budget,
+        "steps": any_run.trace.steps,
+        "answer": any_run.tokens,
+        "statistics": analysis.analyse(rules, shadows),
+        "churn": {label: analysis.churn_series(shadows[rule]) for label, rule in rules.distinct.items()},
+    }
+    views = [view_of(f"{name}, {policy}", tokenizer, prompt, done) for policy, done in real.items()]
+    return Traced(report, views, real)
+
+
+def view_of(title: str, tokenizer: Any, prompt: list[int], run: Run) -> View:
+    """The prompt and the answer, and what the run kept of them at its end."""
+    present_TP, kept_TP = run.trace.present_TP, retained_sets(run.trace, run.budget)
+    steps_P = present_TP.sum(0)  # tokens never come back, so that these are one stretch
+    start_P = present_TP.int().argmax(0)
+    last_P = (start_P + steps_P - 1).clamp_min(0)
+    utilities = run.trace.utility_TP.gather(0, last_P[None])[0].tolist()
+    gone = [
+        None if kept else int(last) + 1 if seen else 0
+        for kept, last, seen in zip(kept_TP[-1].tolist(), last_P.tolist(), steps_P.tolist(), strict=True)
+    ]
+    ids = [*prompt, *run.tokens[: run.trace.steps]]
+    texts = text_view.pieces(tokenizer, ids)
+    return View(title, [Token(*token) for token in zip(texts, utilities, gone, strict=True)])
+
+
+def write(folder: Path, report: dict[str, Any], markdown: str, traced: Sequence[Traced]) -> None:
+    """Everything into a folder. Pictures are of the first prompt, but for the means of Jaccard."""
+    results.write(folder / "trace.json", analysis.plain(report))
+    (folder / "tables.md").write_text(f"# Eviction rules compared\n\n{markdown}\n", encoding="utf-8")
+    views = [view for one in traced for view in one.views]
+    if views:
+        (folder / "text.html").write_text(text_view.page(views), encoding="utf-8")
+    if not plots.available():
+        say(plots.MISSING)
+        return
+    first = traced[0]
+    plots.churn(folder / "churn.png", first.report["churn"])
+    if first.real:
+        rasters = {
+            name: (run.trace.utility_TP, retained_sets(run.trace, run.budget))
+            for name, run in first.real.items()
+        }
+        plots.retention(folder / "retention.png", rasters)
+    if len(report["mean"]["spectrum"]) > 1:
+        plots.matrix(folder / "jaccard.png", report["mean"]["jaccard"]["layers"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

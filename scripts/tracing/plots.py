@@ -1,0 +1,93 @@
+"""Pictures, where matplotlib is there to draw them.
+
+Shape letters: T steps, P positions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MISSING = "no plots: matplotlib is not installed (pip install -e '.[plot]')"
+
+
+def available() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def _draw(file: Path, panels: int, size: tuple[float, float], paint: Callable[[Any, Any], None]) -> None:
+    """A figure of `panels` panels below each other, each `size` inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(size[0], size[1] * panels), layout="constrained")
+    FigureCanvasAgg(figure)
+    paint(figure, figure.subplots(panels, squeeze=False)[:, 0])
+    figure.savefig(file, dpi=120)
+
+
+def retention(file: Path, rasters: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """Steps down, tokens from left to right by their mean utility while they were there: orange where a token
+    is kept, grey where it has been evicted, white where there is none yet. Of each rule `utility_TP` (NaN
+    where it holds no token), and `kept_TP`."""
+    from matplotlib.colors import ListedColormap
+
+    def paint(figure: Any, axes: Any) -> None:
+        for axis, (title, (utility_TP, kept_TP)) in zip(axes, rasters.items(), strict=True):
+            known_TP = (~utility_TP.isnan()).int().cummax(0).values
+            state_TP = known_TP + kept_TP
+            order_P = utility_TP.nanmean(0).nan_to_num(-math.inf).argsort(descending=True, stable=True)
+            axis.imshow(
+                state_TP[:, order_P].cpu().numpy(),
+                aspect="auto",
+                interpolation="nearest",
+                cmap=ListedColormap(["white", "0.8", "tab:orange"]),
+                vmin=0,
+                vmax=2,
+                extent=(0, len(order_P), len(state_TP) + 0.5, 0.5),
+            )
+            axis.set(title=title, xlabel="tokens by mean utility", ylabel="step")
+
+    _draw(file, len(rasters), (9, 3), paint)
+
+
+def churn(file: Path, series: dict[str, dict[str, dict[str, list[float]]]]) -> None:
+    """Share of the top B that is new at each step: of the raw scores a thin line, of utility a thick one."""
+
+    def paint(figure: Any, axes: Any) -> None:
+        top = max(share for lines in series.values() for line in lines.values() for share in line["churn"])
+        for axis, (title, lines) in zip(axes, series.items(), strict=True):
+            for name, width in (("raw", 0.8), ("ema", 1.8)):
+                percent = [100 * share for share in lines[name]["churn"]]
+                axis.plot(lines[name]["step"], percent, linewidth=width, label=name)
+            axis.set(title=title, ylabel="% new", ylim=(0, max(105 * top, 1)))
+        axes[0].legend(frameon=False, ncols=2)
+        axes[-1].set_xlabel("step")
+
+    _draw(file, len(series), (9, 1.8), paint)
+
+
+def matrix(file: Path, jaccard: dict[str, dict[str, float]]) -> None:
+    """Mean Jaccard of every two scorers."""
+    names = list(jaccard)
+    values = torch.tensor([[jaccard[a][b] for b in names] for a in names])
+
+    def paint(figure: Any, axes: Any) -> None:
+        image = axes[0].imshow(values.numpy(), vmin=0, vmax=1, cmap="viridis")
+        axes[0].set_xticks(range(len(names)), names, rotation=45, ha="right")
+        axes[0].set_yticks(range(len(names)), names)
+        for row, line in enumerate(values.tolist()):
+            for column, value in enumerate(line):
+                colour = "white" if value < 0.6 else "black"
+                axes[0].text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
+        axes[0].set_title("Jaccard of the top B, mean over steps and layers")
+        figure.colorbar(image, ax=axes[0], shrink=0.8)
+
+    side = 2.5 + 0.7 * len(names)
+    _draw(file, 1, (side, side), paint)
