@@ -144,7 +144,7 @@ def run(args: Arguments) -> None:
     before, after = distillation.measure(distillation.untrained()), distillation.measure(scorer)
     settings["held_out"] = {
         "pieces": len(distillation.held_out_CT),
-        "untrained": dataclasses.asdict(before),
+        "untrained": {"spearman": before.spearman, "jaccard": before.jaccard},
         "trained": dataclasses.asdict(after),
     }
     save_scorer(args.output.out, scorer, settings)
@@ -198,7 +198,6 @@ def describe(args: Arguments, texts: dict[str, str], tokens_CT: Tensor, model: T
     command = " ".join(f"--{option} {value}" for option, value in given.items())
     sizes = {size: getattr(model.config, size) for size in ("num_heads", "num_kv_heads", "head_dim")}
     return {
-        "command": f"python scripts/train_scorer.py --text {' '.join(texts)} {command}",
         **given,
         "dtype": str(model.dtype).removeprefix("torch."),
         "weights": name if folder.is_dir() else model.source,
@@ -206,6 +205,7 @@ def describe(args: Arguments, texts: dict[str, str], tokens_CT: Tensor, model: T
         "text": {name: _fingerprint(text) for name, text in texts.items()},
         "note": args.text.note,
         "pieces": len(tokens_CT),
+        "command": f"python scripts/train_scorer.py --text {' '.join(texts)} {command}",
     }
 
 

@@ -137,7 +137,8 @@ class Distillation:
             raise ValueError(f"{path} is no checkpoint of a training: {error!r}") from error
         for name, ours in settings.items():
             if theirs.get(name) != ours:
-                raise ValueError(f"{path} was made with {name} {theirs.get(name)!r}, and now it is {ours!r}")
+                what = f"{name} {theirs.get(name)!r}, not {ours!r}" if name != "text" else "another text"
+                raise ValueError(f"{path} was made with {what}")
         self.scorer.load_state_dict(
             {name: tensors[f"scorer.{name}"] for name, _ in self.scorer.named_parameters()}
         )
