@@ -76,7 +76,7 @@ def test_it_learns_and_says_what_it_did(cli: Cli, folder: Path, tmp_path: Path) 
     assert sum(after["spearman_by_layer"]) / 3 == pytest.approx(after["spearman"], abs=1e-4)
     assert (settings["pieces"], settings["held_out"]["pieces"]) == (25, 2)
     assert settings["sizes"]["rank"] == 64
-    assert settings["text"]["light.txt"]["characters"] == len(TEXT)
+    assert [(text["name"], text["characters"]) for text in settings["text"]] == [("light.txt", len(TEXT))]
     assert settings["note"] == "of a keeper"
     assert str(tmp_path) not in json.dumps(settings)
     assert str(folder.parent) not in json.dumps(settings)
@@ -173,7 +173,7 @@ def test_checkpoints_that_do_not_fit(cli: Cli, tmp_path: Path, monkeypatch: pyte
         break_off(patch, 12)
         assert cli(*SMALL).code == 130
     assert "--resume goes on with it; remove it to start anew" in cli(*SMALL).error
-    assert cli(*SMALL, "--lr", 0.5, "--resume").error == f"{checkpoint} was made with lr 0.01, not 0.5"
+    assert cli(*SMALL, "--lr", 0.5, "--resume").error == f"{checkpoint} was made with lr 0.005, not 0.5"
     (tmp_path / "light.txt").write_text(TEXT.upper())
     assert cli(*SMALL, "--resume").error == f"{checkpoint} was made with another text"
     checkpoint.write_text("no checkpoint")

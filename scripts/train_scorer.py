@@ -72,8 +72,9 @@ class TrainingOptions:
     """Steps in all, those before --resume included."""
     queries: int = 32
     """Queries of a piece, drawn at random, that are learned from."""
-    lr: float = 0.01
-    """Learning rate of AdamW at the start; it falls to nothing along a cosine."""
+    lr: float = 0.005
+    """Learning rate of AdamW at the start, for a matrix of 512 inputs, and as much less for a wider one. It
+    falls to nothing along a cosine."""
     seed: int = 0
     """Of everything random."""
     resume: Switch = False
@@ -123,14 +124,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: Arguments) -> None:
     """Train, measure, write. What is wrong by itself is found before the model is loaded."""
     check(args)
-    texts = {path.name: read_text(path) for path in args.text.text}
+    texts = [read_text(path) for path in args.text.text]
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
         say(f"loading {args.machine.model} ...")
         with loading():
             model, tokenizer = load_model(
                 args.machine.model, dtype=args.machine.dtype, device=args.machine.device
             )
-    tokens_CT = pieces(model, encode_text(tokenizer, "\n\n".join(texts.values())), args.text.length)
+    tokens_CT = pieces(model, encode_text(tokenizer, "\n\n".join(texts)), args.text.length)
     settings = describe(args, texts, tokens_CT, model)
     recipe = Recipe(args.training.queries, args.training.steps, args.training.lr, args.training.seed)
     distillation = Distillation(model, tokens_CT, recipe)
@@ -189,12 +190,13 @@ def pieces(model: Transformer, tokens: list[int], length: int) -> Tensor:
     return torch.tensor(tokens[: count * length], dtype=torch.int64).view(count, length)
 
 
-def describe(args: Arguments, texts: dict[str, str], tokens_CT: Tensor, model: Transformer) -> dict[str, Any]:
+def describe(args: Arguments, texts: list[str], tokens_CT: Tensor, model: Transformer) -> dict[str, Any]:
     """What made the scorer, for the file beside it. Names of files and folders, and not where they are."""
     folder = Path(args.machine.model).expanduser()
     name = folder.resolve().name if folder.is_dir() else args.machine.model
     recipe = {option: getattr(args.training, option) for option in ("steps", "queries", "lr", "seed")}
     given = {"model": name, "dtype": args.machine.dtype, "length": args.text.length, **recipe}
+    names = " ".join(path.name for path in args.text.text)
     command = " ".join(f"--{option} {value}" for option, value in given.items())
     sizes = {size: getattr(model.config, size) for size in ("num_heads", "num_kv_heads", "head_dim")}
     return {
@@ -202,15 +204,16 @@ def describe(args: Arguments, texts: dict[str, str], tokens_CT: Tensor, model: T
         "dtype": str(model.dtype).removeprefix("torch."),
         "weights": name if folder.is_dir() else model.source,
         "sizes": {**sizes, "rank": RANK},
-        "text": {name: _fingerprint(text) for name, text in texts.items()},
+        "text": [_fingerprint(path, text) for path, text in zip(args.text.text, texts, strict=True)],
         "note": args.text.note,
         "pieces": len(tokens_CT),
-        "command": f"python scripts/train_scorer.py --text {' '.join(texts)} {command}",
+        "command": f"python scripts/train_scorer.py --text {names} {command}",
     }
 
 
-def _fingerprint(text: str) -> dict[str, Any]:
-    return {"characters": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+def _fingerprint(path: Path, text: str) -> dict[str, Any]:
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {"name": path.name, "characters": len(text), "sha256": digest}
 
 
 def train(distillation: Distillation, checkpoint: Path, settings: dict[str, Any]) -> None:

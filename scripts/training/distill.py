@@ -29,6 +29,9 @@ from models import Transformer
 from scripts.training.attention import WatchedPass, log_attention
 
 KL_WEIGHT = 0.1
+RATE_INPUTS = 512
+"""A matrix of so many inputs learns at the given rate. A step of Adam moves every weight alike, and so moves
+what comes out of a wider matrix further: its rate is as much lower."""
 HELD_OUT = 8
 """Texts at most that are measured and not learned from; no more than a tenth of them."""
 TOP = 10
@@ -73,7 +76,7 @@ class Distillation:
         held_out = min(HELD_OUT, max(1, len(texts_CT) // 10))
         self.held_out_CT, self.texts_CT = texts_CT[order_C[:held_out]], texts_CT[order_C[held_out:]]
         self.scorer = self.untrained()
-        self.optimizer = torch.optim.AdamW(self.scorer.parameters(), lr=recipe.lr)
+        self.optimizer = torch.optim.AdamW([{"params": [matrix]} for matrix in self.scorer.parameters()])
 
     def untrained(self) -> LearnedScorer:
         """The scorer that training starts from."""
@@ -85,8 +88,10 @@ class Distillation:
         """One step of AdamW, whose rate falls to nothing along a cosine; the loss before it."""
         epoch, index = divmod(self.step, len(self.texts_CT))
         text = torch.randperm(len(self.texts_CT), generator=self._random(2, epoch))[index]
+        fall = (1 + math.cos(math.pi * self.step / self.recipe.steps)) / 2
         for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.lr * (1 + math.cos(math.pi * self.step / self.recipe.steps)) / 2
+            (matrix,) = group["params"]
+            group["lr"] = self.recipe.lr * RATE_INPUTS / matrix.shape[1] * fall
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
 
