@@ -20,7 +20,7 @@ from inertiakv.learned import load_scorer
 from scripts import train_scorer
 from scripts.training import distill
 from scripts.training.attention import WatchedPass, log_attention
-from scripts.training.distill import Distillation, spearman, top_jaccard
+from scripts.training.distill import Distillation, Recipe, spearman, top_jaccard
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "scripts" / "demo" / "lighthouse.txt").read_text("utf-8")[:1600]
@@ -118,6 +118,21 @@ def test_going_on_gives_the_same_bits(
         whole, parts = ((tmp_path / name).with_suffix(suffix).read_bytes() for name in ("whole", "parts"))
         assert whole == parts
     assert not list(tmp_path.glob("*.checkpoint*"))
+
+
+def test_going_on_is_exact_before_anything_is_rounded(tmp_path: Path) -> None:
+    texts_CT = torch.tensor([random_prompt(40, seed) for seed in range(4)])
+    recipe = Recipe(queries=8, steps=6, lr=0.01, seed=3)
+    whole = Distillation(tiny_model(), texts_CT, recipe)
+    losses = [whole.train_step() for _ in range(6)]
+    part = Distillation(tiny_model(), texts_CT, recipe)
+    assert [part.train_step() for _ in range(4)] == losses[:4]
+    part.save(tmp_path / "part.safetensors", {"lr": 0.01})
+    rest = Distillation(tiny_model(), texts_CT, recipe)
+    rest.load(tmp_path / "part.safetensors", {"lr": 0.01})
+    assert [rest.train_step() for _ in range(2)] == losses[4:]
+    for mine, theirs in zip(rest.scorer.parameters(), whole.scorer.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_another_seed_is_another_scorer(cli: Cli, tmp_path: Path) -> None:
