@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,3 +166,13 @@ def test_files_that_are_no_scorer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"ends in \.safetensors, got '.*form\.json'"):
         save_scorer(tmp_path / "form.json", scorer(), {})
     assert not (tmp_path / "form.json").exists()
+
+
+def test_the_example_fits_its_model() -> None:
+    path = Path(__file__).resolve().parents[1] / "examples" / "smollm2-135m-scorer.safetensors"
+    settings = json.loads(path.with_suffix(".json").read_text("utf-8"))
+    sizes = OtherSizes(num_heads=9, num_kv_heads=3, head_dim=64)
+    assert settings["sizes"] == {**dataclasses.asdict(sizes), "rank": 64}
+    form = load_scorer(path, sizes)  # type: ignore[arg-type]
+    assert sum(parameter.numel() for parameter in form.parameters()) == 49_152
+    assert all(parameter.isfinite().all() for parameter in form.parameters())
