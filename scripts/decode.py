@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
@@ -30,6 +29,7 @@ from inertiakv import POLICIES, Decoder, EvictionConfig, Sampling, StopStrings, 
 from models import load_model
 from scripts.cli import options, prompts
 from scripts.cli.console import Answer, LiveAnswer, PrefillBar, say
+from scripts.cli.machine import check_device, loading
 from scripts.cli.report import Run, agreement, summary
 
 DEFAULT_NEW_TOKENS = 256
@@ -145,14 +145,18 @@ def decode(args: Arguments) -> None:
     sampling = Sampling(**options.given(args.answer.sampling))
     given = read_prompts(args.prompt)
     live = choose_live(args.output, len(given))
-    check_machine(args.machine)
+    check_device(args.machine.device)
     if "" in args.answer.stop:
         raise ValueError("--stop needs a text that is not empty")
 
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
         say(f"loading {args.machine.model} ...")
         start = time.perf_counter()
-        model, tokenizer = load(args.machine)
+        with loading():
+            machine = args.machine
+            model, tokenizer = load_model(
+                machine.model, dtype=machine.dtype, device=machine.device, quantize=machine.quantize
+            )
         seconds = time.perf_counter() - start
         rows = [prompts.encode(tokenizer, p, raw=args.prompt.raw, system=args.prompt.system) for p in given]
     max_new_tokens = choose_length(
@@ -245,27 +249,6 @@ def choose_live(args: OutputOptions, count: int) -> bool:
     if args.stream and count > 1:
         raise ValueError(f"--stream takes one prompt, got {count}: their answers are printed at the end")
     return count == 1 and not args.json and args.stream is not False
-
-
-def check_machine(args: MachineOptions) -> None:
-    """Raise ValueError for a device that is not there."""
-    if args.device is None:
-        return
-    try:
-        device = torch.device(args.device)
-        torch.empty(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device {args.device!r} cannot be used: {reason}") from error
-
-
-def load(args: MachineOptions) -> tuple[Any, Any]:
-    try:
-        return load_model(args.model, dtype=args.dtype, device=args.device, quantize=args.quantize)
-    except (RuntimeError, ImportError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise ValueError(str(error)) from error
 
 
 def choose_length(asked: int | None, prompt_tokens: int, max_positions: int) -> int:
