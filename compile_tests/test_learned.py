@@ -6,13 +6,15 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compile_tests.tiny import tiny_model
+from compile_tests.tiny import conversation_state, decoder_for, random_prompt, tiny_model
+from inertiakv import EvictionConfig
 from inertiakv.learned import LearnedScorer, load_scorer, save_scorer
 
 SIZES = tiny_model().config
@@ -176,3 +178,27 @@ def test_the_example_fits_its_model() -> None:
     form = load_scorer(path, sizes)  # type: ignore[arg-type]
     assert sum(parameter.numel() for parameter in form.parameters()) == 49_152
     assert all(parameter.isfinite().all() for parameter in form.parameters())
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_decoder_keeps_what_the_learned_scorer_prefers(tmp_path: Path, compile: bool) -> None:
+    """By its scores of the first step, computed here from the cached keys and the query."""
+    model = tiny_model(5, dtype=torch.float32, layers=1)
+    sizes = model.config
+    generator = torch.Generator().manual_seed(3)
+    scorer = LearnedScorer(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, generator=generator)
+    path = tmp_path / "scorer.safetensors"
+    save_scorer(path, scorer, {})
+    rule = EvictionConfig(budget=12, scorer="learned", scorer_file=str(path), aggregation="single")
+    decoder = decoder_for(model, rule, compile=compile)
+    prompt, queries = random_prompt(50), []
+    with patch.object(LearnedScorer, "score", autospec=True, side_effect=LearnedScorer.score) as score:
+        out = decoder.generate(prompt, 2, eos_token_ids=[])
+        queries = score.call_args_list
+    (_, q_BHD, k_BGND), _ = queries[0]
+    expected_N = scorer.score(q_BHD, k_BGND)[0, :51]
+    assert conversation_state(decoder).kept == sorted(expected_N.topk(12).indices.tolist())
+    assert out.stats.kept_tokens == [12]
+    if compile:
+        eager = decoder_for(model, rule).generate(prompt, 20, eos_token_ids=[])
+        assert decoder.generate(prompt, 20, eos_token_ids=[]).tokens == eager.tokens

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import EvictionConfig
+from .learned import LearnedScorer
 from .randomness import uniform
 
 
@@ -59,12 +60,17 @@ class Aggregation(nn.Module):
     salt_L: Tensor
 
     def __init__(
-        self, config: EvictionConfig, num_layers: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: EvictionConfig,
+        num_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        learned: LearnedScorer | None = None,
     ) -> None:
-        """Raises ValueError for layers that the model does not have."""
+        """`learned`: the scorer of that name. Raises ValueError for layers that the model does not have."""
         super().__init__()
         self._config, self.alpha, self.scorer = config, config.alpha, config.scorer
-        self.learned: tuple[Tensor, Tensor] | None = None
+        self.learned = learned
         self.layers = tuple(range(num_layers)) if config.layers is None else tuple(sorted(config.layers))
         if self.layers[-1] >= num_layers:
             raise ValueError(

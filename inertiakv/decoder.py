@@ -25,6 +25,7 @@ from .cache import SlotCache, bucket
 from .config import MAX_BUDGET, EvictionConfig
 from .experimental import AdaptiveAlpha
 from .graphs import Graphs
+from .learned import load_scorer
 from .prefill import Prefill, Progress
 from .prompts import Prompts, check_positions, count_rows, is_single, to_rows
 from .protocol import LanguageModel
@@ -88,8 +89,11 @@ class Decoder:
         self.method = Method(eviction, backend, tuple(dict.fromkeys(model.config.windows)))
         self.aggregation: Aggregation | None = None
         if eviction is not None:
-            score_dtype = torch.promote_types(model.dtype, torch.float32)
-            self.aggregation = Aggregation(eviction, model.config.num_layers, score_dtype, model.device)
+            dtype, device = torch.promote_types(model.dtype, torch.float32), model.device
+            learned = None
+            if eviction.scorer_file is not None:
+                learned = load_scorer(eviction.scorer_file, model.config, device=device, dtype=dtype)
+            self.aggregation = Aggregation(eviction, model.config.num_layers, dtype, device, learned)
         self.graphs = Graphs(compile, model.device, on_compile)
         self.buffers = Buffers(model, "shared" if eviction is None else eviction.scope)
         self._prefill = Prefill(model, self.method, self.graphs, prefill_chunk)

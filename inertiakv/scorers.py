@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .config import ScorerName
+from .learned import LearnedScorer
 from .randomness import uniform
 
 
@@ -39,8 +40,8 @@ class Evidence(NamedTuple):
     """Position of the newest query."""
     salt: Tensor
     """Of the layer, for `random`."""
-    learned: tuple[Tensor, Tensor] | None
-    """The weights of the scorer `learned`."""
+    learned: LearnedScorer | None
+    """The scorer `learned`."""
 
     @property
     def weights(self) -> Tensor:
@@ -116,6 +117,12 @@ def random(e: Evidence) -> Tensor:
     return uniform(seed_BXN, e.position_BXN.long()).to(_accurate(e.k_BGND))
 
 
+def learned(e: Evidence) -> Tensor:
+    """A bilinear form of query and key that was trained to predict attention (arXiv 2609.03515)."""
+    assert e.learned is not None
+    return torch.where(e.seen_BXN, e.learned.score(e.q_BHD, e.k_BGND)[:, None], 0.0)
+
+
 class Scorer(NamedTuple):
     """A score function, and whether it needs the attention that made the output: where it does not, none is
     computed for it."""
@@ -133,6 +140,7 @@ SCORERS: dict[ScorerName, Scorer] = {
     "key_norm": Scorer(key_norm),
     "recency": Scorer(recency),
     "random": Scorer(random),
+    "learned": Scorer(learned),
 }
 
 

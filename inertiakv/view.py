@@ -33,6 +33,7 @@ from .attention import (
 from .cache import LayerCache, SlotCache
 from .config import ScorerName
 from .eviction import EMPTY, Limits, Pooling, pooled, protected
+from .learned import LearnedScorer
 from .scorers import SCORERS, Evidence, by_set
 from .table import Table
 
@@ -94,7 +95,7 @@ class Scoring(NamedTuple):
     scorer: ScorerName
     scored_B: Tensor
     coefficients: Coefficients
-    learned: tuple[Tensor, Tensor] | None
+    learned: LearnedScorer | None
     record: bool
 
 
