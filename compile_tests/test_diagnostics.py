@@ -20,16 +20,14 @@ from inertiakv import EvictionConfig
 from inertiakv import diagnostics as dx
 from inertiakv.aggregation import layer_coefficients
 from inertiakv.diagnostics import RowTrace, row_trace
+from inertiakv.eviction import Limits
+from inertiakv.recording import Recording
 
 NAN = math.nan
 
 
-@dataclass(frozen=True)
-class Recording:
-    position_TBN: Tensor
-    utility_TBN: Tensor
-    score_TLBN: Tensor | None
-    newest_TB: Tensor
+def limits(sinks: int, recent: int, prompt: int = 9, spaced: int = 0) -> Limits:
+    return Limits(*(torch.tensor([number]) for number in (sinks, recent, prompt, spaced)))
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Made:
         return Recording(position_TN[:, None], utility_TN[:, None], score_TLN[:, :, None], newest_T[:, None])
 
     def trace(self, seed: int = 0) -> RowTrace:
-        return row_trace(self.recording(seed))  # type: ignore[arg-type]
+        return row_trace(self.recording(seed))
 
 
 @st.composite
@@ -141,7 +139,7 @@ def test_nothing_depends_on_slots(run: Made, seed: int) -> None:
         values = trace.utility_TP[step].tolist()
         assert {p: value for p, value in enumerate(values) if not math.isnan(value)} == utility
         for layer, votes in enumerate(run.scores[step]):
-            values = trace.score[step, layer].tolist()
+            values = trace.score_TLP[step, layer].tolist()
             assert {p: value for p, value in enumerate(values) if not math.isnan(value)} == votes
     assert trace.scored_T.tolist() == [any(layers) for layers in run.scores]
 
@@ -150,10 +148,10 @@ def test_rows_of_a_batch_end_at_their_own_steps() -> None:
     recording = Recording(
         position_TBN=torch.tensor([[[2, 0, 1], [0, 5, -1]], [[2, 3, 1], [0, 5, -1]]], dtype=torch.int32),
         utility_TBN=torch.tensor([[[0.2, 0.0, 0.1], [0.3, 0.5, 9.0]], [[1.2, 1.3, 1.1], [0.3, 0.5, 9.0]]]),
-        score_TLBN=None,
+        score_TLBN=torch.full((2, 1, 2, 3), NAN),
         newest_TB=torch.tensor([[2, 5], [3, -1]]),
     )
-    first, second = (row_trace(recording, row) for row in (0, 1))  # type: ignore[arg-type]
+    first, second = (row_trace(recording, row) for row in (0, 1))
     close(first.utility_TP, [[0.0, 0.1, 0.2, NAN], [NAN, 1.1, 1.2, 1.3]])
     assert (first.steps, second.steps) == (2, 1)
     close(second.utility_TP, [[0.3, NAN, NAN, NAN, NAN, 0.5]])
@@ -161,14 +159,25 @@ def test_rows_of_a_batch_end_at_their_own_steps() -> None:
     close(first.first(1).utility_TP, [[0.0, 0.1, 0.2]])
     assert first.first(9).utility_TP.shape == (2, 4)
     assert first.first(0).utility_TP.shape == (0, 0)
-    with pytest.raises(ValueError, match="recorded without scores"):
-        _ = first.raw_TP
+    assert not first.scored_T.any()
+
+
+@given(made_runs(), st.integers(0, 5))
+def test_a_run_is_its_first_steps_and_those_after_them(run: Made, steps: int) -> None:
+    whole = run.trace()
+    later = Made(run.utilities[steps:], run.scores[steps:], run.newest[steps:])
+    if later.newest:
+        joined = whole.first(steps).then(later.trace(seed=1))
+        for name in ("utility_TP", "score_TLP", "present_TP", "protected_TP", "newest_T"):
+            torch.testing.assert_close(getattr(joined, name), getattr(whole, name), equal_nan=True)
 
 
 def test_protected_tokens_are_those_of_the_rule() -> None:
     run = Made([dict.fromkeys(range(6), 0.0), {0: 0.0, 4: 0.0, 5: 0.0, 6: 0.0}], [[{}], [{}]], [5, 6])
-    trace = row_trace(run.recording(), sinks=2, recent=1)  # type: ignore[arg-type]
+    trace = row_trace(run.recording(), limits=limits(sinks=2, recent=1))
     assert as_sets(trace.protected_TP) == [{0, 1, 5}, {0, 6}]
+    spaced = row_trace(run.recording(), limits=limits(0, 0, prompt=5, spaced=2))
+    assert as_sets(spaced.protected_TP) == [{0, 3}, {0}]
 
 
 # Sets
@@ -181,6 +190,8 @@ def test_of_equals_the_newer_token_stays() -> None:
     assert as_sets(dx.top_set(value, present, 9)[None]) == [{0, 1, 2, 3}]
     protected = torch.tensor([True, False, False, False, True])
     assert as_sets(dx.top_set(value, present, 2, protected)[None]) == [{0, 1}]
+    each = dx.top_set(value.expand(3, 5), present.expand(3, 5), torch.tensor([0, 1, 3]))
+    assert as_sets(each) == [set(), {1}, {1, 2, 3}]
 
 
 @given(made_runs(), budgets)
@@ -202,12 +213,15 @@ def test_what_is_evicted_does_not_come_back(run: Made, budget: int) -> None:
     assert as_sets(dx.retained_sets(run.trace(), budget)) == expected
 
 
-def test_retained_sets_of_a_run_that_evicts_are_what_it_kept() -> None:
+def test_cached_sets_are_what_the_next_step_saw() -> None:
     utilities = [{0: 5.0, 1: 1.0, 2: 4.0, 3: 0.0}, {0: 5.0, 2: 4.0, 4: 4.0}, {0: 1.0, 4: 2.0, 5: 3.0}]
-    trace = Made(utilities, [[{}], [{}], [{}]], [3, 4, 5]).trace()
-    assert as_sets(dx.retained_sets(trace, 2)) == [{0, 2}, {0, 4}, {4, 5}]
-    protected = row_trace(Made(utilities, [[{}]] * 3, [3, 4, 5]).recording(), sinks=1)  # type: ignore[arg-type]
-    assert as_sets(dx.retained_sets(protected, 2)) == [{0, 2}, {0, 4}, {0, 5}]
+    run = Made(utilities, [[{}], [{}], [{}]], [3, 4, 5])
+    for sets_of in (dx.cached_sets, dx.retained_sets):
+        assert as_sets(sets_of(run.trace(), 2)) == [{0, 2}, {0, 4}, {4, 5}]
+    trace = row_trace(run.recording(), limits=limits(sinks=1, recent=0))
+    assert as_sets(dx.cached_sets(trace, 2)) == [{0, 2}, {0, 4}, {0, 5}]
+    near = Made([{**utilities[0], 1: 4.5}, *utilities[1:]], [[{}], [{}], [{}]], [3, 4, 5])
+    assert as_sets(dx.cached_sets(near.trace(), 2)) == [{0, 2}, {0, 4}, {4, 5}], "what was kept, whatever by"
 
 
 # Statistics
@@ -328,10 +342,8 @@ def test_a_row_of_the_table(run: Made, budget: int) -> None:
         close(getattr(actual, name), average(expected))
 
 
-def test_a_run_without_scores_has_the_rest_of_the_row() -> None:
-    recording = Made([{0: 1.0, 1: 2.0}, {0: 1.0, 1: 0.0, 2: 3.0}], [[{}], [{}]], [1, 2]).recording()
-    recording = Recording(recording.position_TBN, recording.utility_TBN, None, recording.newest_TB)
-    row = dx.stability(row_trace(recording), 1)  # type: ignore[arg-type]
+def test_a_run_that_took_no_scores_has_the_rest_of_the_row() -> None:
+    row = dx.stability(Made([{0: 1.0, 1: 2.0}, {0: 1.0, 1: 0.0, 2: 3.0}], [[{}], [{}]], [1, 2]).trace(), 1)
     assert row.ema_churn == 1
     assert math.isnan(row.raw_churn)
     assert math.isnan(row.score_entropy)
@@ -339,7 +351,7 @@ def test_a_run_without_scores_has_the_rest_of_the_row() -> None:
 
 def test_protected_tokens_are_no_part_of_the_margin() -> None:
     run = Made([{0: -9.0, 1: 1.0, 2: 5.0, 3: 8.0}], [[{}]], [3])
-    protected = row_trace(run.recording(), sinks=1)  # type: ignore[arg-type]
+    protected = row_trace(run.recording(), limits=limits(sinks=1, recent=0))
     spread = torch.tensor([1.0, 5.0, 8.0]).std(correction=0).item()
     close(dx.stability(protected, 2).boundary_margin, (8 - 5) / spread)
 

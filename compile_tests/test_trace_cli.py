@@ -16,27 +16,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compile_tests.tiny import row_state
 from compile_tests.tiny_chat import BOS, EOS, set_eos, tiny_chat, tiny_tokenizer
 from inertiakv import Decoder, EvictionConfig
-from inertiakv.diagnostics import RowTrace, retained_sets
+from inertiakv.diagnostics import RowTrace, cached_sets, retained_sets
+from inertiakv.learned import LearnedScorer, save_scorer
 from models import load_model
 from scripts import decode, trace
 from scripts.tracing import analysis, plots, tables, text_view
-from scripts.tracing.runs import Run, choose_rules, record, same_steps
+from scripts.tracing.runs import Run, choose_rules, record, record_evicting, same_steps
 from scripts.tracing.text_view import LEVELS, Token, View
 
 TEXT = "The keeper counts the ships that pass, and writes down every one of them. " * 3
 TOKENIZER = tiny_tokenizer()
 NAN = math.nan
 
-recorded = pytest.mark.skipif(not hasattr(Decoder, "take_prompt"), reason="decoders do not record yet")
-
 
 def row(utilities: list[list[float]], newest: list[int], tokens: list[int], budget: int = 2) -> Run:
     """A run with these utilities, step by step; NaN where a token is not there."""
     utility_TP = torch.tensor(utilities)
     present_TP = ~utility_TP.isnan()
-    made = RowTrace(utility_TP, None, present_TP, present_TP & False, torch.tensor(newest))
+    made = RowTrace(
+        utility_TP, utility_TP[:, None] * NAN, present_TP, present_TP & False, torch.tensor(newest)
+    )
     return Run(EvictionConfig(budget=budget), budget, tokens, made)
 
 
@@ -45,19 +47,20 @@ def row(utilities: list[list[float]], newest: list[int], tokens: list[int], budg
 
 
 def test_rules_have_names_and_the_same_one_runs_once() -> None:
-    rules = choose_rules(["inertiakv", "single"], [], ["layer_temporal", "temporal"], {"budget": 9})
+    names = ["inertiakv", "single"], [], ["layer_temporal", "temporal"], ["0.5"]
+    rules = choose_rules(*names, {"budget": 9})
     assert rules.labelled == {
         "inertiakv": EvictionConfig(budget=9),
         "single": EvictionConfig(budget=9, aggregation="single"),
         "coupling layer_temporal": EvictionConfig(budget=9),
         "coupling temporal": EvictionConfig(budget=9, coupling="temporal"),
+        "step_alpha 0.5": EvictionConfig(budget=9, step_alpha=0.5),
     }
-    assert list(rules.distinct) == ["inertiakv", "single", "coupling temporal"]
+    assert list(rules.distinct) == ["inertiakv", "single", "coupling temporal", "step_alpha 0.5"]
 
 
-@recorded
 def test_scorers_are_set_against_attention() -> None:
-    rules = choose_rules([], ["keydiff"], [], {})
+    rules = choose_rules([], ["keydiff"], [], [], {})
     assert list(rules.scorers) == ["attention", "keydiff"]
     assert list(rules.distinct) == ["scorer attention", "scorer keydiff"]
 
@@ -65,15 +68,31 @@ def test_scorers_are_set_against_attention() -> None:
 @pytest.mark.parametrize(
     "names, message",
     [
-        ((["full"], [], []), "'full' evicts nothing"),
-        ((["nonsense"], [], []), "unknown policy 'nonsense'"),
-        (([], [], ["nonsense"]), "unknown coupling 'nonsense'"),
-        (([], [], []), "no rule to trace"),
+        ((["full"], [], [], []), "'full' cannot be traced"),
+        ((["inertiakv", "tova"], [], [], []), "'tova' cannot be traced: only rules that score, for one"),
+        ((["streaming_llm"], [], [], []), "'streaming_llm' cannot be traced"),
+        ((["nonsense"], [], [], []), "unknown policy 'nonsense'"),
+        (([], [], ["nonsense"], []), "unknown coupling 'nonsense'"),
+        (([], [], [], ["x"]), "--step-alphas are numbers, got 'x'"),
+        (([], [], [], ["1"]), r"step_alpha must be a number in \[0, 1\), got 1.0"),
+        (([], ["learned"], [], []), "give --scorer-file"),
+        (([], [], [], []), "no rule to trace"),
     ],
 )
-def test_rules_that_cannot_be(names: tuple[list[str], list[str], list[str]], message: str) -> None:
+def test_rules_that_cannot_be(names: tuple[list[str], ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose_rules(*names, {})
+
+
+def test_the_file_of_the_learned_scorer(tmp_path: Path) -> None:
+    file = tmp_path / "scorer.safetensors"
+    with pytest.raises(ValueError, match=r"no learned scorer at .*scorer.safetensors"):
+        choose_rules([], ["learned"], [], [], {}, file)
+    file.touch()
+    with pytest.raises(ValueError, match="--scorer-file has no effect"):
+        choose_rules([], ["keydiff"], [], [], {}, file)
+    rules = choose_rules([], ["learned"], [], [], {}, file)
+    assert rules.scorers["learned"] == EvictionConfig(scorer="learned", scorer_file=str(file))
 
 
 def test_runs_are_compared_while_they_feed_the_same_tokens() -> None:
@@ -336,6 +355,8 @@ def cli(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
         (("--policies", "none"), "no rule to trace"),
         (("--policies", "none", "--couplings", "layer", "--show"), "--show shows what policies keep"),
         (("--policies", "lazy5"), "unknown policy 'lazy5'"),
+        (("--policies", "h2o"), "'h2o' cannot be traced"),
+        (("--scorer-file", "x.safetensors"), "--scorer-file has no effect"),
         (("--compression", 1), "compression must be a number in [0, 1), got 1"),
         (("--budget", 5, "--compression", 0.5), "give compression (0.5) or budget (5), not both"),
         (("--device", "cuda:99"), "device 'cuda:99' cannot be used"),
@@ -362,17 +383,18 @@ def test_a_file_is_no_folder(cli: Cli, tmp_path: Path) -> None:
     assert file.read_text() == "mine"
 
 
-@recorded
-def test_everything(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything(cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts, all kinds of rules, all files."""
+    sizes, scorer = load_model(str(folder))[0].config, tmp_path / "scorer.safetensors"
+    save_scorer(scorer, LearnedScorer(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim), {})
     monkeypatch.setattr(plots, "available", lambda: False)
     questions = tmp_path / "questions.jsonl"
     lines = [TEXT, TEXT[:90] + " <b>&amp;"]
     questions.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
     code, out, err = cli(
         *("--prompts-jsonl", questions, "--steps", 6, "--policies", "inertiakv,lazy4"),
-        *("--scorers", "keydiff,random", "--couplings", "layer_temporal,temporal", "--out", tmp_path / "out"),
-        "--json",
+        *("--scorers", "keydiff,random,learned", "--scorer-file", scorer, "--step-alphas", "0,0.8"),
+        *("--couplings", "layer_temporal,temporal", "--out", tmp_path / "out", "--json"),
     )
     assert code == 0, err
     report = json.loads(out)
@@ -385,11 +407,13 @@ def test_everything(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert report["prompts"][0]["budget"] == tokens // 10
     assert list(report["rules"]) == [
         *("inertiakv", "lazy4", "coupling layer_temporal", "coupling temporal"),
-        *("scorer attention", "scorer keydiff", "scorer random"),
+        *("step_alpha 0", "step_alpha 0.8"),
+        *("scorer attention", "scorer keydiff", "scorer random", "scorer learned"),
     ]
     mean = report["mean"]
     assert mean["rules"]["inertiakv"] == mean["rules"]["scorer attention"]
     assert mean["rules"]["inertiakv"] != mean["rules"]["coupling temporal"]
+    assert mean["rules"]["step_alpha 0.8"]["ema_churn"] < mean["rules"]["step_alpha 0"]["ema_churn"]
     assert mean["jaccard"]["layers"]["attention"]["attention"] == 1
     assert mean["spectrum"]["attention"]["spearman"] == [1] * len(mean["spectrum"]["attention"]["spearman"])
     assert abs(mean["spectrum"]["random"]["spearman"][0]) < 0.5
@@ -401,10 +425,12 @@ def test_everything(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(page.texts["h2"]) == 4
     assert page.texts["h2"][0] == f"prompt 1, inertiakv: {tokens // 10} of {tokens + 6} tokens are kept"
     assert lines[1] in "".join(page.texts["pre"])
-    assert "| inertiakv |" in (tmp_path / "out" / "tables.md").read_text()
+    made = (tmp_path / "out" / "tables.md").read_text()
+    assert "| inertiakv |" in made
+    assert f"* `{report['command']}`\n" in made
+    assert f"* prompts of {tokens:,} tokens, B = {tokens // 10}, 6 steps; " in made
 
 
-@recorded
 def test_tables_and_texts_go_to_stdout(cli: Cli) -> None:
     code, out, err = cli(
         *("--prompt", TEXT, "--steps", 4, "--budget", 20, "--policies", "single"),
@@ -420,7 +446,6 @@ def test_tables_and_texts_go_to_stdout(cli: Cli) -> None:
     assert "loading" in err
 
 
-@recorded
 def test_an_answer_may_end_sooner(cli: Cli, tmp_path: Path) -> None:
     other = tiny_chat(tmp_path / "model")
     argv = (
@@ -451,18 +476,45 @@ def test_an_answer_may_end_sooner(cli: Cli, tmp_path: Path) -> None:
         assert f"is over after {answer.index(answer[steps])} steps, and a change takes 2" in err
 
 
-@recorded
-@pytest.mark.parametrize("evict", [True, False])
-def test_retained_sets_are_what_the_cache_holds(folder: Path, evict: bool) -> None:
+RULES = {
+    "ema": EvictionConfig(budget=10),
+    "lazy, protected": EvictionConfig(budget=10, refresh=3, sinks=1, recent=0.2),
+    "reserve": EvictionConfig(budget=10, reserve=0.5),
+    "protected prompt": EvictionConfig(budget=3, scorer="random", aggregation="single", protect_prompt=True),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_sets_are_what_the_cache_holds(folder: Path, rule: EvictionConfig) -> None:
+    """Of 8 steps, of which the first one evicts the prompt unless all of it is kept."""
+    model, _ = load_model(str(folder), dtype="float64")
+    source = Decoder(model, None, compile=False)
+    source.prefill(list(range(40, 80)), max_new_tokens=9)
+    shadow = record(source, rule, 8, [], compile=False)
+    assert shadow.trace.present_TP.sum(-1).tolist() == list(range(41, 49))
+    run = record_evicting(source, shadow, 8, [], compile=False)
+    assert run.trace.newest_T.tolist() == list(range(40, 48))
+    kept_TP = cached_sets(run.trace, run.budget)
+    assert kept_TP.sum(-1).tolist() == [min(run.budget, 41 + step) for step in range(8)]
+    assert torch.equal(kept_TP, retained_sets(run.trace, run.budget))
+    assert torch.equal(kept_TP[0], retained_sets(shadow.trace, run.budget)[0])
+
+    again = Decoder(model, rule, compile=False)
+    for steps in (1, 8):
+        again.take_prompt(source)
+        again.decode(steps + 1, eos_token_ids=[])
+        assert kept_TP[steps - 1].nonzero()[:, 0].tolist() == row_state(again.cache).kept
+
+
+def test_an_answer_may_end_with_the_first_step(folder: Path) -> None:
+    """With the budget it may be another answer than without."""
     model, _ = load_model(str(folder))
     source = Decoder(model, None, compile=False)
     source.prefill(list(range(40, 80)), max_new_tokens=9)
-    run = record(source, EvictionConfig(budget=10), 8, [], evict=evict, compile=False)
-    assert run.trace.steps == 8
-    kept_TP = retained_sets(run.trace, run.budget)
-    if evict:
-        newest_TP = torch.nn.functional.one_hot(run.trace.newest_T, kept_TP.shape[1]).bool()
-        assert torch.equal(run.trace.present_TP[1:] & ~newest_TP[1:], kept_TP[:-1])
-    else:
-        assert run.trace.present_TP.sum(-1).tolist() == list(range(41, 49))
-    assert (kept_TP.sum(-1) == 10).all()
+    shadow = record(source, EvictionConfig(budget=10), 8, [], compile=False)
+    end = shadow.tokens[1]
+    assert end != shadow.tokens[0]
+    run = record_evicting(source, shadow, 8, [end], compile=False)
+    assert run.tokens == shadow.tokens[:2]
+    assert run.trace.steps == 1
+    assert cached_sets(run.trace, run.budget).sum() == 10

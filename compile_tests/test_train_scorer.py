@@ -20,7 +20,7 @@ from inertiakv.learned import load_scorer
 from scripts import train_scorer
 from scripts.training import distill
 from scripts.training.attention import WatchedPass, log_attention
-from scripts.training.distill import Distillation, Recipe, spearman, top_jaccard
+from scripts.training.distill import Distillation, Recipe, agreement
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "scripts" / "demo" / "lighthouse.txt").read_text("utf-8")[:1600]
@@ -248,14 +248,13 @@ def by_the_letter(
 def test_spearman_and_jaccard_of_known_rankings() -> None:
     target_QN = torch.arange(20.0).log_softmax(-1)[None]
     order = torch.tensor([[1, 0, *range(2, 20)]]).float()  # one swap: 1 - 6 * 2 / (20 * 399)
-    assert spearman(target_QN * 3 + 1, target_QN) == pytest.approx(1)
-    assert spearman(-target_QN, target_QN) == pytest.approx(-1)
-    assert spearman(order, target_QN) == pytest.approx(1 - 12 / (20 * 399))
-    assert top_jaccard(order, target_QN) == 1  # the best two are not touched
-    assert top_jaccard(-target_QN, target_QN) == 0
+    assert agreement(target_QN * 3 + 1, target_QN) == pytest.approx((1, 1))
+    assert agreement(-target_QN, target_QN) == pytest.approx((-1, 0))
+    # The best two are not touched.
+    assert agreement(order, target_QN) == pytest.approx((1 - 12 / (20 * 399), 1))
     one_of_two = target_QN.clone()
     one_of_two[0, 18] = -99.0
-    assert top_jaccard(one_of_two, target_QN) == pytest.approx(1 / 3)
+    assert agreement(one_of_two, target_QN)[1] == pytest.approx(1 / 3)
 
 
 def test_what_a_query_does_not_see_counts_for_nothing() -> None:
@@ -264,8 +263,7 @@ def test_what_a_query_does_not_see_counts_for_nothing() -> None:
     target_QN = target_QN.log_softmax(-1)
     unseen = torch.full((1, 5), -torch.inf)
     wider = (torch.cat((score_QN, torch.full((1, 5), 9.0)), -1), torch.cat((target_QN, unseen), -1))
-    for measure in (spearman, top_jaccard):
-        assert measure(*wider) == pytest.approx(measure(score_QN, target_QN))
+    assert agreement(*wider) == pytest.approx(agreement(score_QN, target_QN))
     assert distill.loss(*wider).item() == pytest.approx(distill.loss(score_QN, target_QN).item())
 
 

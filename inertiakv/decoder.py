@@ -528,10 +528,12 @@ class Decoder:
         stats.graphs = replace(self.graphs.stats)
 
     def recording(self) -> Recording:
-        """What the answer's decode steps saw. Raises ValueError where none was recorded."""
-        if self._recorder is None:
-            raise ValueError("nothing recorded: make the Decoder with record= and decode first")
-        return self._recorder.recording()
+        """What the answer's decode steps saw. Raises ValueError for a decoder that does not record."""
+        if not self._record:
+            raise ValueError("nothing is recorded: make the Decoder with record=")
+        recorder = self._recorder or self._recorder_for(self._conversation())
+        assert recorder is not None
+        return recorder.recording()
 
     def _recorder_for(self, cache: SlotCache) -> Recorder | None:
         if self._record and (

@@ -6,10 +6,10 @@ at most one token changed in 75 % of the steps; between attention, value norm an
 Spearman correlation and a mean pairwise Jaccard of 0.97, between attention and KeyDiff 0.49 and 0.38.
 
 *Raw* is the mean over layers of a step's scores, *EMA* the utility that the rule makes of them, whatever its
-aggregation. Sets are *virtual*: the top B of all tokens that the step could see. A run which evicts sees
-no more than B + 1 tokens, so that such statistics want a run which keeps every token. A rule's real sets are
-`retained_sets`, which never take a token back. Where a statistic is not defined (one step alone, scores that
-are no distribution) it is NaN.
+aggregation. Sets are *virtual*: the top B of all tokens that the step could see. A run which evicts sees no
+more than B + 1 tokens, so that such statistics want a run which keeps every token; what a rule would retain
+of it is `retained_sets`. What a run which evicts did retain is `cached_sets`. Where a statistic is not
+defined (one step alone, scores that are no distribution) it is NaN.
 
 Shape letters: T decode steps, B batch, L layers, N slots, P positions. `budget` is the size of a set.
 """
@@ -18,17 +18,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .aggregation import layer_coefficients
 from .config import EvictionConfig
-from .eviction import EMPTY, protected
-
-if TYPE_CHECKING:
-    from .recording import Recording
+from .eviction import EMPTY, Limits, protected
+from .recording import Recording
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class RowTrace:
 
     utility_TP: Tensor
     """After the step's update, before its eviction; NaN where `present_TP` is False."""
-    score_TLP: Tensor | None
+    score_TLP: Tensor
     """Each layer's scores; NaN where it took none."""
     present_TP: Tensor
     """Bool: the tokens that the step attended to, the new one among them."""
@@ -59,46 +56,57 @@ class RowTrace:
         """The steps which took scores."""
         return self._at(self.scored_T)
 
+    def then(self, later: RowTrace) -> RowTrace:
+        """The steps of both, those of `later` after these."""
+
+        def joined(name: str, absent: float) -> Tensor:
+            mine, theirs = getattr(self, name), getattr(later, name)
+            new = theirs.shape[-1] - mine.shape[-1]
+            return torch.cat([torch.nn.functional.pad(mine, (0, new), value=absent), theirs])
+
+        return RowTrace(
+            joined("utility_TP", math.nan),
+            joined("score_TLP", math.nan),
+            joined("present_TP", False),
+            joined("protected_TP", False),
+            torch.cat([self.newest_T, later.newest_T]),
+        )
+
     @property
     def scored_T(self) -> Tensor:
-        if self.score_TLP is None:
-            return torch.zeros_like(self.newest_T, dtype=torch.bool)
+        """Bool: the steps which took scores."""
         return ~self.score_TLP.isnan().all(-1).all(-1)
 
     @property
     def raw_TP(self) -> Tensor:
         """The mean over layers of a step's scores."""
-        return self.score.nanmean(1)
-
-    @property
-    def score(self) -> Tensor:
-        """`score_TLP`. Raises ValueError for a run recorded without scores."""
-        if self.score_TLP is None:
-            raise ValueError("this run was recorded without scores")
-        return self.score_TLP
+        return self.score_TLP.nanmean(1)
 
     def _at(self, steps: Tensor | slice, positions: slice = slice(None)) -> RowTrace:
         return RowTrace(
             self.utility_TP[steps][..., positions],
-            None if self.score_TLP is None else self.score_TLP[steps][..., positions],
+            self.score_TLP[steps][..., positions],
             self.present_TP[steps][..., positions],
             self.protected_TP[steps][..., positions],
             self.newest_T[steps],
         )
 
 
-def row_trace(recording: Recording, row: int = 0, *, sinks: int = 0, recent: int = 0) -> RowTrace:
-    """A row of a recording by position; `sinks` and `recent` as in the rule's config."""
+def row_trace(recording: Recording, row: int = 0, limits: Limits | None = None) -> RowTrace:
+    """A row of a recording by position. `limits`: what the rule protects in this row, tensors of one element;
+    None: nothing."""
     steps = recording.newest_TB[:, row] > EMPTY
     position_TN, newest_T = recording.position_TBN[steps, row], recording.newest_TB[steps, row]
-    scores = recording.score_TLBN
-    shape = by_position(position_TN, position_TN, fill=EMPTY)
-    present_TP = shape > EMPTY
+    position_TP = by_position(position_TN, position_TN, fill=EMPTY)
+    present_TP = position_TP > EMPTY
+    protected_TP = torch.zeros_like(present_TP)
+    if limits is not None:
+        protected_TP = protected(position_TP[:, None], newest_T, limits)[:, 0] & present_TP
     return RowTrace(
         by_position(recording.utility_TBN[steps, row], position_TN),
-        None if scores is None else by_position(scores[steps, :, row], position_TN[:, None]),
+        by_position(recording.score_TLBN[steps, :, row], position_TN[:, None]),
         present_TP,
-        protected(shape, newest_T, sinks, recent) & present_TP,
+        protected_TP,
         newest_T,
     )
 
@@ -116,14 +124,16 @@ def by_position(value: Tensor, position: Tensor, fill: float = math.nan) -> Tens
 # ----------------------------------------------------------------------------------------------------------
 
 
-def top_set(value: Tensor, present: Tensor, budget: int, protected: Tensor | None = None) -> Tensor:
+def top_set(value: Tensor, present: Tensor, budget: int | Tensor, protected: Tensor | None = None) -> Tensor:
     """Bool mask [..., P] of the `budget` present tokens with the largest values, or all where there are no
-    more; of equals the newer one. Protected ones come first."""
+    more; of equals the newer one. Protected ones come first. A budget for each set is a tensor [...]."""
     value = value.masked_fill(~present, -torch.inf)
     if protected is not None:
         value = value.masked_fill(protected & present, torch.inf)
-    order = value.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :budget]
-    chosen = torch.zeros_like(value, dtype=torch.bool).scatter_(-1, value.shape[-1] - 1 - order, True)
+    order = value.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    place = torch.arange(value.shape[-1], device=value.device)
+    first = place < torch.as_tensor(budget, device=value.device)[..., None]
+    chosen = torch.zeros_like(present).scatter(-1, len(place) - 1 - order, first.expand(order.shape))
     return chosen & present
 
 
@@ -134,9 +144,8 @@ def raw_sets(trace: RowTrace, budget: int) -> Tensor:
 
 
 def layer_sets(trace: RowTrace, budget: int) -> Tensor:
-    """Top B of each layer's own scores, nothing being protected, bool [T, L, P]; empty where it took none.
-    Raises ValueError for a run recorded without scores."""
-    return top_set(trace.score, ~trace.score.isnan(), budget)
+    """Top B of each layer's own scores, nothing being protected, bool [T, L, P]; empty where it took none."""
+    return top_set(trace.score_TLP, ~trace.score_TLP.isnan(), budget)
 
 
 def ema_sets(trace: RowTrace, budget: int) -> Tensor:
@@ -145,14 +154,22 @@ def ema_sets(trace: RowTrace, budget: int) -> Tensor:
 
 
 def retained_sets(trace: RowTrace, budget: int) -> Tensor:
-    """What stays after each step, bool [T, P]: the top B of the utilities among what has stayed and the new
-    token. Of a run which evicts these are its cache's contents; of one which keeps every token, what a rule
-    that sees its utilities would keep."""
+    """Of a run which keeps every token, what a rule that sees its utilities would keep after each step, bool
+    [T, P]: the top B among what has stayed and the new token."""
     kept_TP = torch.empty_like(trace.present_TP)
     gone_P = torch.zeros_like(trace.present_TP[0])
     for step, present_P in enumerate(trace.present_TP):
         kept_TP[step] = top_set(trace.utility_TP[step], present_P & ~gone_P, budget, trace.protected_TP[step])
         gone_P = gone_P | (present_P & ~kept_TP[step])
+    return kept_TP
+
+
+def cached_sets(trace: RowTrace, budget: int) -> Tensor:
+    """Of a run which evicts, what its cache held after each step, bool [T, P]: what the next step saw, its
+    new token left out; after the last step the top B."""
+    kept_TP = trace.present_TP.roll(-1, 0)
+    kept_TP[torch.arange(trace.steps), trace.newest_T.roll(-1)] = False
+    kept_TP[-1] = top_set(trace.utility_TP[-1], trace.present_TP[-1], budget, trace.protected_TP[-1])
     return kept_TP
 
 
@@ -256,8 +273,7 @@ def stability(trace: RowTrace, budget: int) -> Stability:
     free_TP = trace.present_TP & ~trace.protected_TP
     margin_T = boundary_margin(trace.utility_TP, ema_TP & free_TP, free_TP & ~ema_TP)
     scored, scored_T = trace.scored(), trace.scored_T
-    raw_TP = raw_sets(scored, budget) if scored.score_TLP is not None else ema_TP[:0]
-    entropy_T = score_entropy(scored.raw_TP) if scored.score_TLP is not None else margin_T[:0]
+    raw_TP = raw_sets(scored, budget)
 
     def mean(values: Tensor) -> float:
         return values.double().nanmean().item()
@@ -269,7 +285,7 @@ def stability(trace: RowTrace, budget: int) -> Stability:
         raw_evicted=mean(share_lost(raw_TP, kept_TP[scored_T])),
         at_most_one_change=mean(at_most_one_change(ema_TP)),
         boundary_margin=mean(margin_T),
-        score_entropy=mean(entropy_T),
+        score_entropy=mean(score_entropy(scored.raw_TP)),
         rank_changes=mean(rank_changes(trace.utility_TP, ema_TP)),
     )
 
@@ -285,7 +301,7 @@ def layer_spearman(a: RowTrace, b: RowTrace) -> Tensor:
     Raises ValueError where the runs did not see the same tokens at the same steps.
     """
     check_same_steps(a, b)
-    return spearman(a.score, b.score, ~(a.score.isnan() | b.score.isnan())).nanmean(0)
+    return spearman(a.score_TLP, b.score_TLP, ~(a.score_TLP.isnan() | b.score_TLP.isnan())).nanmean(0)
 
 
 def layer_jaccard(a: RowTrace, b: RowTrace, budget: int) -> Tensor:
@@ -317,12 +333,18 @@ def addends(trace: RowTrace, config: EvictionConfig) -> Tensor:
     """The parts that the utilities of the steps that scored are the sum of, [T, L + 1, P]: the layers'
     weighted scores and, as the last one, what is left of the step before. 0 for a layer that takes no
     scores. The new token's part of the past is 0."""
-    scores_L = ~trace.score.isnan().all(-1).all(0)
+    scores_L = ~trace.score_TLP.isnan().all(-1).all(0)
     weights, memory = layer_weights(config, int(scores_L.sum()))
-    weight_L = trace.score.new_zeros(len(scores_L)).masked_scatter(scores_L, trace.score.new_tensor(weights))
+    weight_L = trace.score_TLP.new_zeros(len(scores_L)).masked_scatter(
+        scores_L, trace.score_TLP.new_tensor(weights)
+    )
     past_TP = torch.cat([torch.zeros_like(trace.utility_TP[:1]), trace.utility_TP[:-1]]).nan_to_num(0)
     part_TLP = torch.cat(
-        [weight_L[:, None] * trace.score.nan_to_num(0), memory * past_TP[:, None].to(trace.score.dtype)], 1
+        [
+            weight_L[:, None] * trace.score_TLP.nan_to_num(0),
+            memory * past_TP[:, None].to(trace.score_TLP.dtype),
+        ],
+        1,
     )
     return part_TLP[trace.scored_T]
 

@@ -152,11 +152,7 @@ def decode(args: Arguments) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
         say(f"loading {args.machine.model} ...")
         start = time.perf_counter()
-        with loading():
-            machine = args.machine
-            model, tokenizer = load_model(
-                machine.model, dtype=machine.dtype, device=machine.device, quantize=machine.quantize
-            )
+        model, tokenizer = load(args.machine)
         seconds = time.perf_counter() - start
         rows = [prompts.encode(tokenizer, p, raw=args.prompt.raw, system=args.prompt.system) for p in given]
     max_new_tokens = choose_length(
@@ -249,6 +245,12 @@ def choose_live(args: OutputOptions, count: int) -> bool:
     if args.stream and count > 1:
         raise ValueError(f"--stream takes one prompt, got {count}: their answers are printed at the end")
     return count == 1 and not args.json and args.stream is not False
+
+
+def load(args: MachineOptions) -> tuple[Any, Any]:
+    """Model and tokenizer. Raises ValueError for what keeps it from being loaded."""
+    with loading():
+        return load_model(args.model, dtype=args.dtype, device=args.device, quantize=args.quantize)
 
 
 def choose_length(asked: int | None, prompt_tokens: int, max_positions: int) -> int:

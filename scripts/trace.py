@@ -7,6 +7,7 @@ that show what is really kept.
 Examples:
   python scripts/trace.py --prompt-file book.txt --steps 128 --out traces
   python scripts/trace.py --prompt-file book.txt --policies none --scorers keydiff,recency --couplings none
+  python scripts/trace.py --prompt-file book.txt --scorers learned --scorer-file scorer.safetensors
   python scripts/trace.py --prompt-file book.txt --policies inertiakv,lazy4 --scorers none --show
 
 Tables go to stdout, or with --json one object; progress to stderr. The exit code is 0, or 2 where the
@@ -18,8 +19,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,14 +32,15 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
 from inertiakv import Decoder, EvictionConfig
-from inertiakv.diagnostics import retained_sets
+from inertiakv.diagnostics import cached_sets
 from scripts import decode
 from scripts.benchmarking import results
 from scripts.cli import options, prompts
 from scripts.cli.console import PrefillBar, say
+from scripts.cli.machine import check_device
 from scripts.tracing import analysis, plots, text_view
-from scripts.tracing.runs import LEAST_STEPS, Rules, Run, choose_rules, record, same_steps
-from scripts.tracing.tables import tables
+from scripts.tracing.runs import LEAST_STEPS, Rules, Run, choose_rules, record, record_evicting, same_steps
+from scripts.tracing.tables import Table, page, tables
 from scripts.tracing.text_view import Token, View
 
 Names = Annotated[str, tyro.conf.arg(metavar="NAME,...|none")]
@@ -45,14 +48,19 @@ Names = Annotated[str, tyro.conf.arg(metavar="NAME,...|none")]
 
 @dataclass(frozen=True)
 class RuleOptions:
-    """Which rules. Those of --scorers and --couplings are inertiakv with another scorer or coupling."""
+    """Which rules: such as score, for one retention set of all layers. All but --policies are inertiakv with
+    one thing changed."""
 
     policies: Names = "inertiakv,single,cumulative"
     """Named policies."""
     scorers: Names = "attention,value_norm,entropy,keydiff,key_norm,recency,random"
     """Scorers to set against attention, which is always among them."""
+    scorer_file: decode.File = None
+    """The weights of the scorer learned."""
     couplings: Names = "layer_temporal,temporal,layer"
     """Couplings: what of the stability is memory across steps, and what the weighting of layers."""
+    step_alphas: Names = "none"
+    """Memories from step to step, numbers from 0 to 1, whatever the coupling would give."""
     compression: Annotated[float | None, tyro.conf.arg(help_behavior_hint="(default: 0.9)")] = None
     """Share of the prompt to evict."""
     budget: Annotated[int | None, tyro.conf.arg(help_behavior_hint="")] = None
@@ -99,18 +107,16 @@ class Arguments:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "scripts/trace.py", *argv])
     return options.run(
-        lambda: trace(options.parse(Arguments, argv, prog="trace.py", description=__doc__ or ""))
+        lambda: trace(options.parse(Arguments, argv, prog="trace.py", description=__doc__ or ""), command)
     )
 
 
-def trace(args: Arguments) -> None:
+def trace(args: Arguments, command: str) -> None:
     """Run the rules over the prompts. What is wrong by itself is found before the model is loaded."""
-    kept = {"compression": args.rules.compression, "budget": args.rules.budget}
-    kept = {name: value for name, value in kept.items() if value is not None}
-    rules = choose_rules(
-        _names(args.rules.policies), _names(args.rules.scorers), _names(args.rules.couplings), kept
-    )
+    rules = read_rules(args.rules)
     given = decode.read_prompts(args.prompt)
     if args.run.steps < LEAST_STEPS:
         raise ValueError(f"--steps must be at least {LEAST_STEPS}, got {args.run.steps}")
@@ -120,7 +126,7 @@ def trace(args: Arguments) -> None:
         raise ValueError("--show shows what policies keep: give --policies")
     if args.output.out is not None:
         args.output.out.mkdir(exist_ok=True)
-    decode.check_machine(args.machine)
+    check_device(args.machine.device)
 
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
         say(f"loading {args.machine.model} ...")
@@ -131,7 +137,12 @@ def trace(args: Arguments) -> None:
             for number, row in enumerate(rows, 1)
         ]
     report = {
-        "model": {"name": args.machine.model, "source": str(model.source), "dtype": str(model.dtype)},
+        "command": command,
+        "model": {
+            "name": args.machine.model,
+            "source": str(model.source),
+            "dtype": str(model.dtype).removeprefix("torch."),
+        },
         "rules": {label: dataclasses.asdict(rule) for label, rule in rules.labelled.items()},
         "prompts": [one.report for one in traced],
         "mean": analysis.average([one.report["statistics"] for one in traced]),
@@ -139,7 +150,7 @@ def trace(args: Arguments) -> None:
     views = [view for one in traced for view in one.views]
     made = tables(report["mean"])
     if args.output.out is not None:
-        write(args.output.out, report, "\n\n".join(table.markdown() for table in made), traced)
+        write(args.output.out, report, made, traced)
     if args.output.json:
         print(json.dumps(analysis.plain(report)))
         return
@@ -148,6 +159,18 @@ def trace(args: Arguments) -> None:
         colour = text_view.in_colour(sys.stdout)
         for view in views:
             print("\n" + text_view.terminal(view, colour))
+
+
+def read_rules(args: RuleOptions) -> Rules:
+    kept = {"compression": args.compression, "budget": args.budget}
+    return choose_rules(
+        _names(args.policies),
+        _names(args.scorers),
+        _names(args.couplings),
+        _names(args.step_alphas),
+        {name: value for name, value in kept.items() if value is not None},
+        args.scorer_file,
+    )
 
 
 def _names(text: str) -> list[str]:
@@ -178,13 +201,14 @@ def trace_prompt(
     say(f"{name}: {total} runs of {args.run.steps} steps ...")
     with tqdm(total=total, desc=name, unit=" runs", disable=None, leave=False) as progress:
 
-        def run(rule: EvictionConfig, evict: bool) -> Run:
-            done = record(source, rule, args.run.steps, eos, evict=evict, **machine)
+        def run(recorder: Callable[..., Run], of: EvictionConfig | Run) -> Run:
+            done = recorder(source, of, args.run.steps, eos, **machine)
             progress.update()
             return done
 
-        shadows = dict(zip(different, same_steps([run(r, evict=False) for r in different]), strict=True))
-        real = {policy: run(rule, evict=True) for policy, rule in rules.policies.items()}
+        runs = same_steps([run(record, rule) for rule in different])
+        shadows = dict(zip(different, runs, strict=True))
+        real = {policy: run(record_evicting, shadows[rule]) for policy, rule in rules.policies.items()}
     say(f"{name}: statistics ...")
     any_run = next(iter(shadows.values()))
     report = {
@@ -201,7 +225,7 @@ def trace_prompt(
 
 def view_of(title: str, tokenizer: Any, prompt: list[int], run: Run) -> View:
     """The prompt and the answer, and what the run kept of them at its end."""
-    present_TP, kept_TP = run.trace.present_TP, retained_sets(run.trace, run.budget)
+    present_TP, kept_TP = run.trace.present_TP, cached_sets(run.trace, run.budget)
     steps_P = present_TP.sum(0)  # tokens never come back, so that these are one stretch
     start_P = present_TP.int().argmax(0)
     last_P = (start_P + steps_P - 1).clamp_min(0)
@@ -215,10 +239,10 @@ def view_of(title: str, tokenizer: Any, prompt: list[int], run: Run) -> View:
     return View(title, [Token(*token) for token in zip(texts, utilities, gone, strict=True)])
 
 
-def write(folder: Path, report: dict[str, Any], markdown: str, traced: Sequence[Traced]) -> None:
+def write(folder: Path, report: dict[str, Any], made: Sequence[Table], traced: Sequence[Traced]) -> None:
     """Everything into a folder. Pictures are of the first prompt, but for the means of Jaccard."""
     results.write(folder / "trace.json", analysis.plain(report))
-    (folder / "tables.md").write_text(f"# Eviction rules compared\n\n{markdown}\n", encoding="utf-8")
+    (folder / "tables.md").write_text(page(report, made), encoding="utf-8")
     views = [view for one in traced for view in one.views]
     if views:
         (folder / "text.html").write_text(text_view.page(views), encoding="utf-8")
@@ -229,7 +253,7 @@ def write(folder: Path, report: dict[str, Any], markdown: str, traced: Sequence[
     plots.churn(folder / "churn.png", first.report["churn"])
     if first.real:
         rasters = {
-            name: (run.trace.utility_TP, retained_sets(run.trace, run.budget))
+            name: (run.trace.utility_TP, cached_sets(run.trace, run.budget))
             for name, run in first.real.items()
         }
         plots.retention(folder / "retention.png", rasters)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from inertiakv import Decoder, EvictionConfig, policy
 from inertiakv.config import MAX_BUDGET
 from inertiakv.diagnostics import RowTrace, row_trace
+from inertiakv.eviction import Limits
 
 REFERENCE = "attention"
 """The scorer that the others are set against."""
@@ -18,24 +22,24 @@ LEAST_STEPS = 2
 
 @dataclass(frozen=True)
 class Rules:
-    """What is asked for. The scorers and couplings are those of `inertiakv`, everything else being equal."""
+    """What is asked for. All but the policies are `inertiakv` with one thing changed."""
 
     policies: dict[str, EvictionConfig]
     scorers: dict[str, EvictionConfig]
     couplings: dict[str, EvictionConfig]
+    step_alphas: dict[str, EvictionConfig]
 
     @property
     def labelled(self) -> dict[str, EvictionConfig]:
         """All of them by the names that they have in tables. Some may be the same rule."""
-        return {
-            **self.policies,
-            **{f"coupling {name}": config for name, config in self.couplings.items()},
-            **{f"scorer {name}": config for name, config in self.scorers.items()},
+        changed = {"coupling": self.couplings, "step_alpha": self.step_alphas, "scorer": self.scorers}
+        return self.policies | {
+            f"{what} {name}": config for what, configs in changed.items() for name, config in configs.items()
         }
 
     @property
     def distinct(self) -> dict[str, EvictionConfig]:
-        """The policies and couplings that differ; where there are none of them, the scorers."""
+        """Those beside the scorers that differ; where there are none of them, the scorers."""
         labels: dict[EvictionConfig, str] = {}
         for label, rule in (replace(self, scorers={}).labelled or self.labelled).items():
             labels.setdefault(rule, label)
@@ -43,29 +47,54 @@ class Rules:
 
 
 def choose_rules(
-    policies: Sequence[str], scorers: Sequence[str], couplings: Sequence[str], kept: dict[str, Any]
+    policies: Sequence[str],
+    scorers: Sequence[str],
+    couplings: Sequence[str],
+    step_alphas: Sequence[str],
+    kept: dict[str, Any],
+    scorer_file: Path | None = None,
 ) -> Rules:
     """The rules by their names, with `compression` or `budget` as in `kept`. Among scorers there always is
-    the reference. Raises ValueError for an unknown rule, for one that evicts nothing, and for none at all."""
-    for name in policies:
-        if policy(name) is None:
-            raise ValueError(f"policy {name!r} evicts nothing: there is nothing to trace")
+    the reference. `scorer_file` is for the scorer `learned`. Raises ValueError for an unknown rule, for one
+    that cannot be recorded, for none at all, and for a file that is missing or not needed."""
     if scorers:
         scorers = list(dict.fromkeys([REFERENCE, *scorers]))
+    if scorer_file is None and "learned" in scorers:
+        raise ValueError("the scorer 'learned' needs its weights: give --scorer-file")
+    if scorer_file is not None and "learned" not in scorers:
+        raise ValueError("--scorer-file has no effect without 'learned' among --scorers")
+    if scorer_file is not None and not scorer_file.is_file():
+        raise ValueError(f"no learned scorer at {scorer_file}; scripts/train_scorer.py makes one")
+    file = {"learned": {"scorer_file": str(scorer_file)}}
     rules = Rules(
-        {name: _evicting(name, **kept) for name in policies},
-        {name: _evicting("inertiakv", scorer=name, **kept) for name in scorers},
-        {name: _evicting("inertiakv", coupling=name, **kept) for name in couplings},
+        {name: _recordable(name, name, kept) for name in policies},
+        {name: _changed(kept, scorer=name, **file.get(name, {})) for name in scorers},
+        {name: _changed(kept, coupling=name) for name in couplings},
+        {name: _changed(kept, step_alpha=_number(name)) for name in step_alphas},
     )
     if not rules.labelled:
-        raise ValueError("no rule to trace: give --policies, --scorers or --couplings")
+        raise ValueError("no rule to trace: give --policies, --scorers, --couplings or --step-alphas")
     return rules
 
 
-def _evicting(name: str, **changes: Any) -> EvictionConfig:
+def _changed(kept: dict[str, Any], **changes: Any) -> EvictionConfig:
+    return _recordable(next(iter(changes.values())), "inertiakv", kept | changes)
+
+
+def _recordable(label: object, name: str, changes: dict[str, Any]) -> EvictionConfig:
     config = policy(name, **changes)
-    assert config is not None
+    if config is None or config.scope != "shared" or not config.scores:
+        raise ValueError(
+            f"{label!r} cannot be traced: only rules that score, for one retention set of all layers, can"
+        )
     return config
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"--step-alphas are numbers, got {text!r}") from None
 
 
 @dataclass(frozen=True)
@@ -79,31 +108,51 @@ class Run:
 
 
 def record(
-    source: Decoder,
-    rule: EvictionConfig,
-    steps: int,
-    eos: Sequence[int] | None,
-    *,
-    evict: bool,
-    **options: Any,
+    source: Decoder, rule: EvictionConfig, steps: int, eos: Sequence[int] | None, **options: Any
 ) -> Run:
-    """Decode `steps` steps, or to the answer's end, from the prompt that `source` has prefilled.
+    """Decode `steps` steps, or to the answer's end, from the prompt that `source` has prefilled, in a cache
+    that keeps every token, so that it can be seen what the rule would choose of all.
 
-    Without `evict` the cache keeps every token, so that it can be seen what the rule would choose of all.
     `options` are the decoder's. Raises ValueError where the answer is over too soon to see anything.
     """
-    config = rule if evict else replace(rule, compression=None, budget=MAX_BUDGET)
-    decoder = Decoder(source.model, config, record=steps, **options)
-    decoder.take_prompt(source)
-    length = decoder.stats.prompt_tokens[0]
-    budget = rule.budget_for(length)
-    (tokens,) = decoder.decode(steps + 1, eos_token_ids=eos).tokens
-    if not evict and len(tokens) <= LEAST_STEPS:  # of which the last one is not fed
+    run = _decode(source, rule, replace(rule, compression=None, budget=MAX_BUDGET), steps, eos, options)
+    if run.trace.steps < LEAST_STEPS:
         raise ValueError(
-            f"the answer to the prompt of {length:,} tokens is over after {len(tokens) - 1} steps, and "
-            f"a change takes {LEAST_STEPS} (see --ignore-eos)"
+            f"the answer to the prompt of {source.stats.prompt_tokens[0]:,} tokens is over after "
+            f"{run.trace.steps} steps, and a change takes {LEAST_STEPS} (see --ignore-eos)"
         )
-    trace = row_trace(decoder.recording(), sinks=config.sinks, recent=config.recent)
+    return run
+
+
+def record_evicting(
+    source: Decoder, shadow: Run, steps: int, eos: Sequence[int] | None, **options: Any
+) -> Run:
+    """The same rule with its real budget. A first step that evicts the prompt is not recorded, but it sees
+    what the first step of `shadow` saw, which keeps every token."""
+    run = _decode(source, shadow.rule, shadow.rule, steps, eos, options)
+    first = shadow.trace.first(1)
+    if run.trace.steps < len(run.tokens) - 1:  # of which the last one is not fed
+        run = replace(run, trace=first.then(run.trace) if run.trace.steps else first)
+    return run
+
+
+def _decode(
+    source: Decoder,
+    rule: EvictionConfig,
+    config: EvictionConfig,
+    steps: int,
+    eos: Sequence[int] | None,
+    options: dict[str, Any],
+) -> Run:
+    decoder = Decoder(source.model, config, record=steps, **options)
+    decoder.take_prompt(source, max_new_tokens=steps + 1)
+    (length,) = decoder.stats.prompt_tokens
+    budget = rule.budget_for(length)
+    sinks, recent, spaced, prompt = (
+        torch.tensor([number]) for number in (*rule.protection_for(budget, length), length)
+    )
+    (tokens,) = decoder.decode(steps + 1, eos_token_ids=eos).tokens
+    trace = row_trace(decoder.recording(), limits=Limits(sinks, recent, prompt, spaced))
     return Run(rule, budget, tokens, trace)
 
 

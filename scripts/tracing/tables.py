@@ -53,6 +53,19 @@ def tables(mean: dict[str, Any]) -> list[Table]:
     return [*made, layers(mean["layers"])]
 
 
+def page(report: dict[str, Any], made: Sequence[Table]) -> str:
+    """The tables as Markdown, and what they are of."""
+    model, prompts = report["model"], report["prompts"]
+    sizes = [f"{p['tokens']:,} tokens, B = {p['budget']:,}, {p['steps']:,} steps" for p in prompts]
+    facts = [
+        f"* `{report['command']}`",
+        f"* {model['name']} ({model['source']}), {model['dtype']}",
+        f"* {'prompt' if len(sizes) == 1 else 'prompts'} of {'; '.join(sizes)}",
+    ]
+    parts = ["# Eviction rules compared", "\n".join(facts), *(table.markdown() for table in made)]
+    return "\n\n".join(parts) + "\n"
+
+
 def stability(rules: dict[str, dict[str, float]]) -> Table:
     note = (
         "As in Table 13 of arXiv 2609.03515 (raw churn 34 %, EMA churn 8 %, at most one change in 75 % of "

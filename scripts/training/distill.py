@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from inertiakv import diagnostics as dx
 from inertiakv.learned import LearnedScorer
 from models import Transformer
 from scripts.training.attention import WatchedPass, log_attention
@@ -112,7 +113,7 @@ class Distillation:
 
         def compare(q_QHD: Tensor, k_GND: Tensor, target_QN: Tensor) -> None:
             score_QN = scores(scorer, q_QHD, k_GND)
-            rows.append((spearman(score_QN, target_QN), top_jaccard(score_QN, target_QN)))
+            rows.append(agreement(score_QN, target_QN))
 
         for index, text_T in enumerate(self.held_out_CT):
             self._watch(text_T, self._random(4, index), compare)
@@ -196,22 +197,11 @@ def loss(score_QN: Tensor, target_QN: Tensor) -> Tensor:
     return (mse_Q + KL_WEIGHT * kl_Q).mean()
 
 
-def spearman(score_QN: Tensor, target_QN: Tensor) -> float:
-    """Rank correlation over the keys that each query sees, mean over queries. Of equals the older is less."""
+def agreement(score_QN: Tensor, target_QN: Tensor) -> tuple[float, float]:
+    """Spearman's rank correlation over the keys that each query sees, and Jaccard of the best tenth of them,
+    means over queries."""
     seen_QN = target_QN > -torch.inf
-    difference_QN = _ranks(score_QN, seen_QN) - _ranks(target_QN, seen_QN)
-    count_Q = seen_QN.sum(-1).double()
-    return (1 - 6 * difference_QN.square().sum(-1) / (count_Q * (count_Q**2 - 1))).mean().item()
-
-
-def top_jaccard(score_QN: Tensor, target_QN: Tensor) -> float:
-    """Jaccard of the best tenth by score and by target, mean over queries."""
-    seen_QN = target_QN > -torch.inf
-    first_Q1 = seen_QN.shape[-1] - (seen_QN.sum(-1, keepdim=True) // TOP).clamp_min(1)
-    ours_QN, theirs_QN = (_ranks(x, seen_QN) >= first_Q1 for x in (score_QN, target_QN))
-    return ((ours_QN & theirs_QN).sum(-1) / (ours_QN | theirs_QN).sum(-1)).mean().item()
-
-
-def _ranks(x_QN: Tensor, seen_QN: Tensor) -> Tensor:
-    """Ascending from 0, float64; what is not seen comes first, in the order of its keys."""
-    return x_QN.masked_fill(~seen_QN, -torch.inf).argsort(dim=-1, stable=True).argsort(-1).double()
+    best_Q = (seen_QN.sum(-1) // TOP).clamp_min(1)
+    ours_QN, theirs_QN = (dx.top_set(value_QN, seen_QN, best_Q) for value_QN in (score_QN, target_QN))
+    correlation_Q = dx.spearman(score_QN, target_QN, seen_QN)
+    return correlation_Q.mean().item(), dx.jaccard(ours_QN, theirs_QN).mean().item()
