@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,17 @@ import models
 from compile_tests.tiny_chat import tiny_chat
 from inertiakv import POLICIES, Decoder
 from models import load_model
-from scripts import decode
+from scripts import decode, trace, train_scorer
+from scripts.cli import options
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+# Programs that take too long to run here, and what tells whether their arguments make sense.
+UNDERSTOOD: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "scripts/trace.py": (trace.Arguments, lambda args: trace.read_rules(args.rules)),
+    "scripts/train_scorer.py": (train_scorer.Arguments, train_scorer.check),
+}
 
 
 def blocks(language: str) -> list[str]:
@@ -55,7 +63,8 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "Decoder", Eager)
     here = tmp_path / "checkout"
     here.mkdir()
-    (here / "scripts").symlink_to(ROOT / "scripts")
+    for name in ("scripts", "examples"):
+        (here / name).symlink_to(ROOT / name)
     monkeypatch.chdir(here)
 
 
@@ -142,6 +151,9 @@ def test_commands(
             monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
             assert decode.main(argv[1:]) == 0, capsys.readouterr().err
             assert capsys.readouterr().out
+        elif argv[0] in UNDERSTOOD:
+            arguments, check = UNDERSTOOD[argv[0]]
+            check(options.parse(arguments, argv[1:], prog="", description=""))
         else:
             assert (ROOT / argv[0]).is_file()
     assert seen == {"make", "pip", "python"}
