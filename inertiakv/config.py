@@ -217,13 +217,13 @@ class EvictionConfig:
         budget = self.budget if self.budget is None else min(self.budget, MAX_BUDGET)
         if budget is None:
             budget = max(1, int((1 - Fraction(str(self.compression))) * prompt_tokens))
-        if self.protect_prompt:
-            budget = min(prompt_tokens + budget, MAX_BUDGET)
         self._check_protection(budget, f" of a prompt of {prompt_tokens} tokens")
-        return budget
+        return min(prompt_tokens + budget, MAX_BUDGET) if self.protect_prompt else budget
 
     def protection_for(self, budget: int, prompt_tokens: int) -> tuple[int, int, int]:
         """How many positions of a row are protected: at the start, at the end, and spaced over the prompt."""
+        if self.protect_prompt:
+            budget -= prompt_tokens
         share = int(Fraction(str(self.reserve)) * budget)
         sinks = prompt_tokens if self.protect_prompt else self.sinks + share // 3
         recent = self.recent

@@ -340,6 +340,14 @@ class Decoder:
         """Whether a prompt is evicted before the first decode step."""
         return self.eviction is not None and self.eviction.evict_at == "prompt"
 
+    @property
+    def _first_step_is_due(self) -> bool:
+        """Whether the next step is the first one of a turn, in which its prompt is scored and evicted. A
+        prompt within its budget takes it as well, so that no row depends on how long its neighbours are."""
+        if self.eviction is None or self._evicts_prompt or self._turn_step > 0:
+            return False
+        return self._overfull or not bool(self.rows.finished_B.all())
+
     def _evict_to_budget(self, new_tokens: int = 0, *, new: bool = True) -> None:
         """Score, evict down to budget, and move to the decode cache. With `new` this is the first step of a
         turn, and feeds each row's token."""
@@ -436,9 +444,7 @@ class Decoder:
     def _settle(self, new_tokens: int) -> None:
         """After an answer. One of a single token has not taken the first step, in which its prompt is scored
         and evicted; it is taken here, so that no cache stays overfull."""
-        unfed = self._logits_BV is None and not bool(self.rows.finished_B.all())
-        first = self.eviction is not None and not self._evicts_prompt and self._turn_step == 0
-        if first and (unfed or self._overfull):
+        if self._logits_BV is None and self._first_step_is_due:
             self._evict_to_budget(new_tokens)
         self._finish_stats()
 
@@ -449,7 +455,7 @@ class Decoder:
         if bool(self.rows.finished_B.all()):
             return
         for index in range(max_new_tokens):
-            if self._logits_BV is None and self._overfull:
+            if self._logits_BV is None and self._first_step_is_due:
                 self._evict_to_budget(max_new_tokens)
             if self._logits_BV is not None:
                 self.rows.choose(self._logits_BV, greedy=greedy)

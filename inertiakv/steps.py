@@ -154,6 +154,7 @@ def evicting_step(
         method.windows,
         active_B=fed_B,
         new=int(new),
+        from_mean=method.eviction is not None and method.eviction.new_token == "mean",
         end_slot=end_slot,
     )
     view = CacheView(cache, step, aggregation)
@@ -172,11 +173,12 @@ def _chosen(table: Table, method: Method, rows: Rows) -> Tensor:
     eviction = method.eviction
     assert eviction is not None
     position_BXN, utility_BXN = table.position_BXN, table.utility_BXN
-    protected_BXN = protected(position_BXN, rows.position_B - 1, method.limits(rows))
+    limits = method.limits(rows)
+    protected_BXN = protected(position_BXN, rows.position_B - 1, limits)
     if eviction.rescue:
         protected_BXN = protected_BXN | rescued(position_BXN, utility_BXN, rows.prompt_B, eviction.rescue)
     if method.pooling is not None:
         utility_BXN = pooled(position_BXN, utility_BXN, *method.pooling)
     if eviction.allocation == "adaptive":
-        return adaptive(position_BXN, utility_BXN, protected_BXN, table.budget_BX)
+        return adaptive(position_BXN, utility_BXN, protected_BXN, table.budget_BX, limits)
     return retained(position_BXN, utility_BXN, protected_BXN, table.budget_BX)
