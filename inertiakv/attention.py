@@ -90,16 +90,38 @@ def observed(
 ) -> tuple[Tensor, Tensor]:
     """Attention of several queries a row, [B, H, T, D], and its weights [B, G, R * T, N], as if every query
     had heads of its own. In float32 or wider, row by row."""
-    accurate = torch.promote_types(q_BHTD.dtype, torch.float32)
     outs, weights = [], []
     for q_HTD, k_GND, v_GND, seen_XTN in zip(q_BHTD, k_BGND, v_BGND, visible_BXTN, strict=True):
-        q_GRTD = q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate)
-        logits_GRTN = torch.matmul(q_GRTD, k_GND.to(accurate).mT[:, None]) * scale
-        logits_GRTN = torch.where(seen_XTN[:, None], logits_GRTN, -torch.inf)
-        weights_GRTN = torch.where(seen_XTN.any(-1)[:, None, :, None], logits_GRTN.softmax(-1), 0.0)
-        outs.append(torch.matmul(weights_GRTN, v_GND.to(accurate)[:, None]).flatten(0, 1))
+        weights_GRTN = _row_weights(q_HTD, k_GND, seen_XTN, scale)
+        outs.append(torch.matmul(weights_GRTN, v_GND.to(weights_GRTN.dtype)[:, None]).flatten(0, 1))
         weights.append(weights_GRTN.flatten(1, 2))
     return torch.stack(outs).to(q_BHTD.dtype), torch.stack(weights)
+
+
+def most_attention(
+    q_BHTD: Tensor, k_BGND: Tensor, position_BXN: Tensor, query_BT: Tensor, window: int | None, scale: float
+) -> Tensor:
+    """The most that any query of any head of a KV head pays to each token, [B, G, N], softmax over what the
+    query sees of these tokens. In float32 or wider, row by row and a block of queries at a time."""
+    most = []
+    for q_HTD, k_GND, position_XN, query_T in zip(q_BHTD, k_BGND, position_BXN, query_BT, strict=True):
+        most_GN: Tensor | None = None
+        for q_HtD, query_t in zip(q_HTD.split(QUERY_BLOCK, 1), query_T.split(QUERY_BLOCK), strict=True):
+            seen_XtN = visible(position_XN[None], query_t[None], window)[0]
+            block_GN = _row_weights(q_HtD, k_GND, seen_XtN, scale).amax((1, 2))
+            most_GN = block_GN if most_GN is None else torch.maximum(most_GN, block_GN)
+        assert most_GN is not None
+        most.append(most_GN)
+    return torch.stack(most)
+
+
+def _row_weights(q_HTD: Tensor, k_GND: Tensor, seen_XTN: Tensor, scale: float) -> Tensor:
+    """Softmax attention of one row's queries, [G, R, T, N], zeros where they see nothing."""
+    accurate = torch.promote_types(q_HTD.dtype, torch.float32)
+    q_GRTD = q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate)
+    logits_GRTN = torch.matmul(q_GRTD, k_GND.to(accurate).mT[:, None]) * scale
+    logits_GRTN = torch.where(seen_XTN[:, None], logits_GRTN, -torch.inf)
+    return torch.where(seen_XTN.any(-1)[:, None, :, None], logits_GRTN.softmax(-1), 0.0)
 
 
 def dense_chunk(

@@ -33,6 +33,7 @@ from .attention import (
 from .cache import LayerCache, SlotCache
 from .config import ScorerName
 from .eviction import EMPTY, Limits, Pooling, pooled, protected
+from .expected_attention import Rotations
 from .learned import LearnedScorer
 from .scorers import SCORERS, Evidence, by_set
 from .table import Table
@@ -83,6 +84,7 @@ class Seen(NamedTuple):
     slots_BXT: Tensor
     position_BXN: Tensor
     visible_BXTN: dict[int | None, Tensor]
+    """Of a single query."""
     blocks: dict[int | None, BlockLists]
     backend: Backend
     end_slot: int
@@ -96,6 +98,7 @@ class Scoring(NamedTuple):
     scored_B: Tensor
     coefficients: Coefficients
     learned: LearnedScorer | None
+    rotations: Rotations | None
     record: bool
 
 
@@ -123,8 +126,8 @@ def _look(table: Table, step: Pass, slots_BXT: Tensor) -> Seen:
     end_slot = slots if step.end_slot is None else step.end_slot
     filled = slots if step.backend == "flex" else min(end_slot, slots)
     position_BXN = table.position_BXN[..., :filled]
-    scorable = step.positions_BT.shape[1] == 1 or step.new is not None
-    masks = {w: visible(position_BXN, step.positions_BT, w) for w in step.windows if scorable}
+    single = step.positions_BT.shape[1] == 1
+    masks = {w: visible(position_BXN, step.positions_BT, w) for w in step.windows if single}
     lists = {
         w: block_lists(position_BXN, step.positions_BT, w) for w in step.windows if step.backend == "flex"
     }
@@ -139,11 +142,11 @@ def leave(table: Table, step: Pass) -> None:
         return
     assert step.active_B is not None
     utility_BXN = table.utility_BXN
+    protected_BXN = protected(table.position_BXN, step.positions_BT[:, -1], step.evict)
     if step.by_age:
         utility_BXN = torch.zeros_like(utility_BXN)
     elif step.pool is not None:
-        utility_BXN = pooled(table.position_BXN, utility_BXN, *step.pool)
-    protected_BXN = protected(table.position_BXN, step.positions_BT[:, -1], step.evict)
+        utility_BXN = pooled(table.position_BXN, utility_BXN, protected_BXN, *step.pool)
     table.evict_one(utility_BXN, protected_BXN, step.active_B)
 
 
@@ -152,10 +155,16 @@ class CacheView:
     asked. Masks are made once a table, for each sliding window that the model's layers have."""
 
     def __init__(
-        self, cache: SlotCache, step: Pass, aggregation: Aggregation | None = None, *, record: bool = False
+        self,
+        cache: SlotCache,
+        step: Pass,
+        aggregation: Aggregation | None = None,
+        *,
+        rotations: Rotations | None = None,
+        record: bool = False,
     ) -> None:
-        """`aggregation`: score this pass and update the utilities of rows that are active. `record`: keep the
-        layers' scores, in `scores`."""
+        """`aggregation`: score this pass and update the utilities of rows that are active. `rotations`: of
+        its queries, for the scorer `expected_attention`. `record`: keep the layers' scores, in `scores`."""
         self.layers, self.tables, self.step = cache.layers, cache.tables, step
         self.shared = cache.shape.scope == "shared"
         self.record = record
@@ -164,7 +173,9 @@ class CacheView:
         if aggregation is not None:
             assert step.active_B is not None
             self.scoring = {
-                index: Scoring(aggregation.scorer, step.active_B, scalars, aggregation.learned, record)
+                index: Scoring(
+                    aggregation.scorer, step.active_B, scalars, aggregation.learned, rotations, record
+                )
                 for index, scalars in aggregation.by_layer().items()
             }
         if self.shared:
@@ -218,7 +229,7 @@ class LayerView:
         weighs = self.scoring is not None and SCORERS[self.scoring.scorer].needs_attention
         out_BHTD, weights_BGRN = self._attention(q_BHTD, k_BGND, v_BGND, window, scale, weighs)
         if self.scoring is not None:
-            self._score(self.scoring, q_BHTD, k_BGND, v_BGND, weights_BGRN)
+            self._score(self.scoring, q_BHTD, k_BGND, v_BGND, weights_BGRN, scale)
         return out_BHTD
 
     def _attention(
@@ -238,34 +249,44 @@ class LayerView:
             visible_BXN = seen.visible_BXTN[window][:, :, 0]
             out_BHD, weights = dense_step(q_BHTD[:, :, 0], k_BGND, v_BGND, visible_BXN, scale)
         elif weighs:
-            return observed(q_BHTD, k_BGND, v_BGND, seen.visible_BXTN[window], scale)
+            visible_BXTN = visible(seen.position_BXN, seen.positions_BT, window)
+            return observed(q_BHTD, k_BGND, v_BGND, visible_BXTN, scale)
         else:
             table = (seen.position_BXN, seen.positions_BT, window)
             return dense_chunk(q_BHTD, k_BGND, v_BGND, *table, scale, seen.end_slot, seen.start_slot), None
         return out_BHD[:, :, None], weights
 
     def _score(
-        self, scoring: Scoring, q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, weights_BGRN: Tensor | None
+        self,
+        scoring: Scoring,
+        q_BHTD: Tensor,
+        k_BGND: Tensor,
+        v_BGND: Tensor,
+        weights_BGRN: Tensor | None,
+        scale: float,
     ) -> None:
         assert self.utility_BXN is not None
         seen = self.seen
         held_BXN = seen.position_BXN > EMPTY
-        real_share_B = None
+        real_share_B, q_BHD = None, q_BHTD[:, :, 0]
         if q_BHTD.shape[2] > 1:
             real_BT = seen.positions_BT > EMPTY
             real_share_B = real_BT.to(self.utility_BXN.dtype).mean(-1)
-            q_BHTD = torch.where(real_BT[:, None, :, None], q_BHTD, 0.0) / real_share_B[:, None, None, None]
+            q_BHD = torch.where(real_BT[:, None, :, None], q_BHTD, 0.0).mean(2) / real_share_B[:, None, None]
         evidence = Evidence(
-            q_BHTD.mean(2) if q_BHTD.shape[2] > 1 else q_BHTD[:, :, 0],
+            q_BHD,
+            q_BHTD,
+            seen.positions_BT,
+            scale,
             k_BGND,
             v_BGND,
             weights_BGRN,
             real_share_B,
             held_BXN,
             seen.position_BXN,
-            seen.positions_BT[:, -1],
             scoring.coefficients.salt,
             scoring.learned,
+            scoring.rotations,
         )
         score_BXN = by_set(SCORERS[scoring.scorer].score(evidence), held_BXN.shape[1])
         scored_BXN = held_BXN & scoring.scored_B[:, None, None]
