@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 
@@ -161,7 +162,7 @@ class Oracle:
         for key, m in self.utility.items():
             saved = rescued(rule, m, self.prompt, _scale(rule))
             unclear |= bool(saved.unclear)
-            ranks[key] = self._ranks(rule, key, protected | saved.kept, pool=True)
+            ranks[key] = self._ranks(rule, key, protected, saved.kept, pool=True)
         if rule.allocation == "adaptive":
             self._evict_layers(rule, ranks, arbiter, unclear)
         else:
@@ -173,39 +174,52 @@ class Oracle:
     def _evict_layers(
         self, rule: Rule, ranks: dict[Key, dict[int, Rank]], arbiter: Arbiter | None, unclear: bool
     ) -> None:
-        """A layer's heads share their budgets, after a fifth of it for the best of each, or as much as is
-        protected."""
-        own = max(1, rule.budget_for(self.prompt) // 5, sum(rule.protection(self.prompt)))
+        """A layer's heads share their budgets: a fifth evenly, the rest as each has of the best of all. None
+        has fewer than are protected."""
+        least = sum(rule.protection(self.prompt))
         for layer in range(self.model.config.num_layers):
             keys = [key for key in self.utility if key[0] == layer]
             total = sum(self.budgets[key] for key in keys)
-            full = sum(len(ranks[key]) for key in keys) > total
+            if sum(len(ranks[key]) for key in keys) <= total:
+                continue
+            together = {(key, p): rank for key in keys for p, rank in ranks[key].items()}
             for key in keys:
-                choice = choose(ranks[key], own, _scale(rule))
+                choice = choose(ranks[key], least, _scale(rule))
                 unclear |= bool(choice.unclear)
                 for p in choice.kept:
-                    ranks[key][p] = ranks[key][p]._replace(protected=True)
-            self._evict(keys, ranks, total, arbiter, unclear)
-            if full:
-                self.budgets |= {key: len(self.utility[key]) for key in keys}
+                    together[key, p] = together[key, p]._replace(protected=True)
+            best = choose(together, total, _scale(rule))
+            unclear |= bool(best.unclear)
+            end = Fraction(0)
+            for key in keys:
+                start = end
+                own = sum(of == key for of, _ in best.kept)
+                end += Fraction(4 * own, 5) + Fraction(total, 5 * len(keys))
+                self.budgets[key] = math.floor(end + Fraction(1, 2)) - math.floor(start + Fraction(1, 2))
+                if unclear and arbiter is not None:
+                    self.budgets[key] = len(set(arbiter(key)))
+                self._evict([key], ranks, self.budgets[key], arbiter, unclear)
 
     def _evict_one(self, rule: Rule, arbiter: Arbiter | None) -> None:
         if rule.after == "none":
             return
         protected = rule.protected(self.prompt, self.length - 1)
         for key in self.utility:
-            ranks = self._ranks(rule, key, protected, pool=rule.pool_at == "always")
+            ranks = self._ranks(rule, key, protected, set(), pool=rule.pool_at == "always")
             if rule.after == "recency":
                 ranks = {p: rank._replace(value=0.0) for p, rank in ranks.items()}
             self._evict([key], {key: ranks}, self.budgets[key], arbiter)
 
-    def _ranks(self, rule: Rule, key: Key, protected: set[int], *, pool: bool) -> dict[int, Rank]:
-        utility = self.utility[key]
+    def _ranks(
+        self, rule: Rule, key: Key, protected: set[int], saved: set[int], *, pool: bool
+    ) -> dict[int, Rank]:
+        utility, order = self.utility[key], -key[-1] if key else 0
+        safe = protected | saved
         if not pool or rule.pool == 1:
-            return {p: Rank(p in protected, m, p, -key[-1] if key else 0) for p, m in utility.items()}
+            return {p: Rank(p in safe, m, p, order) for p, m in utility.items()}
         return {
-            p: Rank(p in protected, m, p, -key[-1] if key else 0, None if source is None else (key, source))
-            for p, (m, source) in pooled(rule, utility).items()
+            p: Rank(p in safe, m, p, order, None if source is None else (key, source))
+            for p, (m, source) in pooled(rule, utility, protected & utility.keys()).items()
         }
 
     def _evict(

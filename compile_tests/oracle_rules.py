@@ -35,7 +35,7 @@ class Rule:
     compression: float | None = None
     budget: int | None = None
     scorer: str = "attention"
-    seed: int | None = None
+    scorer_seed: int | None = None
     scope: str = "shared"
     allocation: str = "uniform"
     layers: tuple[int, ...] | None = None
@@ -106,7 +106,9 @@ class Rule:
         if self.allocation == "pyramid" and budget < prompt and layers > 1:
             fixed = sum(self.protection(prompt)) + self.rescue
             low = Fraction(budget - fixed, 20)
-            high = 2 * (budget - fixed) - low
+            # The first layer cannot hold more than the prompt; what it leaves goes to the last.
+            high = min(2 * (budget - fixed) - low, Fraction(prompt - fixed))
+            low = 2 * (budget - fixed) - high
             sums = [Fraction(0)]
             for layer in range(layers):
                 sums.append(sums[-1] + high - (high - low) * Fraction(layer, layers - 1))
@@ -255,11 +257,12 @@ def choose(ranks: Mapping[Any, Rank], budget: int, scale: float | None = None) -
     return Choice(set(kept), unclear)
 
 
-def pooled(rule: Rule, utility: Weights) -> dict[int, tuple[float, int | None]]:
-    """Utilities to choose by: of each token's span, where the rule says so, with the token it comes from."""
-    spans = {}
-    for position in utility:
-        near = [p for p in utility if abs(p - position) <= rule.pool // 2]
+def pooled(rule: Rule, utility: Weights, protected: set[int]) -> dict[int, tuple[float, int | None]]:
+    """Utilities to choose by: of each token's span, where the rule says so, with the token it comes from.
+    What is protected stays anyhow, and is in no span."""
+    spans: dict[int, tuple[float, int | None]] = dict.fromkeys(protected, (0.0, None))
+    for position in utility.keys() - protected:
+        near = [p for p in utility if abs(p - position) <= rule.pool // 2 and p not in protected]
         if rule.pool_by == "max":
             best = max(near, key=lambda p: utility[p])
             spans[position] = (utility[best], best)

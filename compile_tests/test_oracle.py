@@ -118,9 +118,16 @@ def draws(rule: Rule, model: Transformer) -> Draw:
             return [0.0] * len(positions)
         position_BXN = torch.tensor(positions)[None, None].expand(1, head + 1, -1)
         kv = torch.zeros(1, dtype=torch.float64)
-        seen_BXN = torch.ones_like(position_BXN, dtype=torch.bool)
-        query_B, salt = torch.tensor([query]), layers[layer].salt
-        evidence = Evidence(kv, kv, kv, None, None, seen_BXN, position_BXN, query_B, salt, None)
+        nothing = dict.fromkeys(Evidence._fields)
+        evidence = Evidence(
+            **nothing  # type: ignore[arg-type]
+            | {
+                "k_BGND": kv,
+                "query_BT": torch.tensor([[query]]),
+                "position_BXN": position_BXN,
+                "salt": layers[layer].salt,
+            }
+        )
         return random(evidence)[0, head].tolist()
 
     return draw
@@ -149,7 +156,9 @@ def assert_agrees(decoder: Decoder, oracle: Oracle, row: int = 0) -> None:
         torch.testing.assert_close(state.utility_N, wanted_N, rtol=TOLERANCE, atol=1e-12)
         for mine_LGND, theirs in ((state.k_LGND, oracle.k), (state.v_LGND, oracle.v)):
             wanted = [[[theirs[i, g][p] for p in state.kept] for g in state.heads] for i in state.layers]
-            torch.testing.assert_close(mine_LGND, torch.from_numpy(np.array(wanted)), rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(
+                mine_LGND, torch.from_numpy(np.array(wanted)).view_as(mine_LGND), rtol=0, atol=TOLERANCE
+            )
 
 
 def follow(decoder: Decoder, oracles: list[Oracle], answers: list[list[int]], steps: int) -> None:

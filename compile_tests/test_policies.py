@@ -225,7 +225,7 @@ def test_random_scores_are_uniform_and_differ_by_seed_layer_query_and_position()
     """Watched from outside: with a budget of half of the prompt every half is as likely."""
     kept = []
     for seed in range(40):
-        decoder = decoder_for(MODEL, policy("random", budget=30, seed=seed))
+        decoder = decoder_for(MODEL, policy("random", budget=30, scorer_seed=seed))
         decoder.generate(random_prompt(59), 2)
         kept.append(states(decoder)[0])
     sets = {tuple(state.kept) for state in kept}
