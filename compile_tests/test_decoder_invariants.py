@@ -37,8 +37,10 @@ def test_positions_are_those_of_the_whole_sequence_whatever_was_evicted(name: st
     tokens = decoder.generate(random_prompt(64), 41).tokens[0]
     prompt, answer = spy.positions[:3], spy.positions[3:]
     assert [p for chunk in prompt for p in chunk[0]] == list(range(64))
-    if rule.evict_at == "prompt":
-        assert answer.pop(0) == [list(range(64 - rule.window, 64))]
+    if rule.scorer == "reconstruction":
+        assert answer.pop(0) == [list(range(64, 128))]
+    elif rule.evict_at == "prompt":
+        assert answer.pop(0) == [list(range(max(0, 64 - rule.window), 64))]
     assert answer == [[[64 + t - 1]] for t in range(1, 41)]
     assert spy.tokens[-40:] == [[[token]] for token in tokens[:-1]]
     assert decoder.stats.sequence_tokens == [104]

@@ -30,6 +30,8 @@ block of queries how many and which, int32 [B, 1, Q] and [B, 1, Q, K]."""
 
 SPLITS = 8
 """Parts of the slots that a compiled step attends to side by side."""
+FEW_QUERIES = 32
+"""Queries whose logits over thousands of slots fit into a core's cache."""
 QUERY_BLOCK = 256
 """Queries that dense prefill masks at a time: a [T, N] mask is never made whole."""
 
@@ -90,10 +92,14 @@ def observed(
 ) -> tuple[Tensor, Tensor]:
     """Attention of several queries a row, [B, H, T, D], and its weights [B, G, R * T, N], as if every query
     had heads of its own. In float32 or wider, row by row."""
+    accurate = torch.promote_types(q_BHTD.dtype, torch.float32)
     outs, weights = [], []
     for q_HTD, k_GND, v_GND, seen_XTN in zip(q_BHTD, k_BGND, v_BGND, visible_BXTN, strict=True):
-        weights_GRTN = _row_weights(q_HTD, k_GND, seen_XTN, scale)
-        outs.append(torch.matmul(weights_GRTN, v_GND.to(weights_GRTN.dtype)[:, None]).flatten(0, 1))
+        q_GRTD = q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate)
+        logits_GRTN = torch.matmul(q_GRTD, k_GND.to(accurate).mT[:, None]) * scale
+        logits_GRTN = torch.where(seen_XTN[:, None], logits_GRTN, -torch.inf)
+        weights_GRTN = torch.where(seen_XTN.any(-1)[:, None, :, None], logits_GRTN.softmax(-1), 0.0)
+        outs.append(torch.matmul(weights_GRTN, v_GND.to(accurate)[:, None]).flatten(0, 1))
         weights.append(weights_GRTN.flatten(1, 2))
     return torch.stack(outs).to(q_BHTD.dtype), torch.stack(weights)
 
@@ -102,26 +108,24 @@ def most_attention(
     q_BHTD: Tensor, k_BGND: Tensor, position_BXN: Tensor, query_BT: Tensor, window: int | None, scale: float
 ) -> Tensor:
     """The most that any query of any head of a KV head pays to each token, [B, G, N], softmax over what the
-    query sees of these tokens. In float32 or wider, row by row and a block of queries at a time."""
-    most = []
+    query sees of these tokens. In float32 or wider, row by row and a few queries at a time, whose logits stay
+    in a core's cache."""
+    accurate = torch.promote_types(q_BHTD.dtype, torch.float32)
+    most_BGN = []
     for q_HTD, k_GND, position_XN, query_T in zip(q_BHTD, k_BGND, position_BXN, query_BT, strict=True):
-        most_GN: Tensor | None = None
-        for q_HtD, query_t in zip(q_HTD.split(QUERY_BLOCK, 1), query_T.split(QUERY_BLOCK), strict=True):
-            seen_XtN = visible(position_XN[None], query_t[None], window)[0]
-            block_GN = _row_weights(q_HtD, k_GND, seen_XtN, scale).amax((1, 2))
-            most_GN = block_GN if most_GN is None else torch.maximum(most_GN, block_GN)
-        assert most_GN is not None
-        most.append(most_GN)
-    return torch.stack(most)
-
-
-def _row_weights(q_HTD: Tensor, k_GND: Tensor, seen_XTN: Tensor, scale: float) -> Tensor:
-    """Softmax attention of one row's queries, [G, R, T, N], zeros where they see nothing."""
-    accurate = torch.promote_types(q_HTD.dtype, torch.float32)
-    q_GRTD = q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate)
-    logits_GRTN = torch.matmul(q_GRTD, k_GND.to(accurate).mT[:, None]) * scale
-    logits_GRTN = torch.where(seen_XTN[:, None], logits_GRTN, -torch.inf)
-    return torch.where(seen_XTN.any(-1)[:, None, :, None], logits_GRTN.softmax(-1), 0.0)
+        q_GRTD, k_G1DN = (
+            q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate) * scale,
+            k_GND.to(accurate).mT[:, None],
+        )
+        most_GN = k_G1DN.new_full(k_GND.shape[:2], -torch.inf)
+        for q_GRtD, query_t in zip(q_GRTD.split(FEW_QUERIES, 2), query_T.split(FEW_QUERIES), strict=True):
+            hidden_XtN = ~visible(position_XN[None], query_t[None], window)[0]
+            logits_GRtN = torch.matmul(q_GRtD, k_G1DN).masked_fill_(hidden_XtN[:, None], -torch.inf)
+            lse_GRt1 = logits_GRtN.logsumexp(-1, keepdim=True)
+            lse_GRt1 = lse_GRt1.masked_fill(lse_GRt1 == -torch.inf, torch.inf)
+            most_GN = torch.maximum(most_GN, logits_GRtN.sub_(lse_GRt1).amax((1, 2)))
+        most_BGN.append(most_GN.exp())
+    return torch.stack(most_BGN)
 
 
 def dense_chunk(

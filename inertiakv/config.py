@@ -52,7 +52,9 @@ class EvictionConfig:
     """What has a retention set of its own: all layers together, a layer, or a layer's KV head."""
     allocation: Allocation = "uniform"
     """How a row's budget is spread over its sets: alike, falling from the first layer to the last, among the
-    heads of a layer as their utilities in the prompt compare, or so among all sets of the model."""
+    heads of a layer as their utilities in the prompt compare, or so among all sets of the model. All sets
+    have slots for the largest: uneven budgets free less memory, and `model` none where one set keeps
+    everything."""
     layers: tuple[int, ...] | None = None
     """Layers that score, counted from 0, for the shared set; all by default."""
     aggregation: Aggregation = "ema"

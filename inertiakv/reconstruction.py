@@ -4,9 +4,9 @@ Chunk by chunk the prompt is given once more, behind itself, and a token of it i
 that any of these queries pays to it. They see the whole prompt and one another; the softmax of the score is
 over the chunk, the sinks and themselves alone. Nothing of a repetition is kept.
 
-That costs more than a further prefill: every token goes through the model again, behind all of the prompt,
-and the attention to its chunk is computed a second time for its weights. Positions run on behind the prompt,
-by a chunk at most.
+That costs as much as several prefills, on a CPU as three or four: every token goes through the model again,
+behind all of the prompt, and the attention to its chunk is computed a second time for its weights. Positions
+run on behind the prompt, by a chunk at most.
 
 Shape letters: B batch, T query tokens, H query heads, G KV heads, X retention sets, N slots, C prompt tokens
 of a chunk, S sinks, D head dim.
@@ -48,6 +48,8 @@ class Repetition(NamedTuple):
     """First positions, in the first slots, that the softmax takes in beside the chunk."""
     filled: int
     """No slot from here on holds a token."""
+    even: bool
+    """All slots before it do, in every set."""
 
 
 def reconstruct(
@@ -65,6 +67,7 @@ def reconstruct(
     `prefix`: token ids before every repetition, an instruction say. `sinks`: positions that are not evicted.
     """
     filled = max(int(table.free_BX.max()) for table in cache.tables)
+    even = all(bool((table.count_BX == filled).all()) for table in cache.tables)
     length_B = torch.tensor([len(row) for row in tokens], device=cache.device)
     for start in range(0, int(length_B.max()), CHUNK):
         chunks = [row[start : start + CHUNK] for row in tokens]
@@ -81,6 +84,7 @@ def reconstruct(
             rows.position_B - length_B + start,
             min(sinks, filled),
             filled,
+            even,
         )
         model(token_BT.clamp_min(0), repetition.positions_BT, RepetitionView(cache, aggregation, repetition))
 
@@ -129,7 +133,8 @@ class LayerView:
             for old, new in ((self.kv.k_BGND, k_BGTD), (self.kv.v_BGND, v_BGTD))
         )
         seen = (torch.cat((position_BXN, own_BXT), dim=-1), r.positions_BT, window)
-        return dense_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, k_BGND.shape[2])
+        ends = (k_BGND.shape[2], r.filled if r.even else None)
+        return dense_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, *ends)
 
     def _keys(self, k_BGTD: Tensor, own_BXT: Tensor) -> tuple[Tensor, Tensor]:
         """The keys that scores are made with, of S sinks, C tokens of the chunk and T queries, and their
