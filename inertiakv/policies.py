@@ -75,8 +75,9 @@ POLICIES: dict[str, EvictionConfig | None] = {
         allocation="adaptive",
     ),
     # arXiv 2505.23416, at the cost of several prefills, and of memory: see `EvictionConfig.allocation`. The
-    # paper asks for the repetition, in words: `Decoder(repeat_prefix=...)`. It keeps the system prompt, here it is four sinks, and evicts
-    # nothing while decoding. `allocation="uniform"` gives each head the same, which the paper offers, too.
+    # paper asks for the repetition, in words: `Decoder(repeat_prefix=...)`. It keeps the system prompt, here
+    # it is four sinks, and evicts nothing while decoding. `allocation="uniform"` gives each head the same,
+    # which the paper offers, too.
     "kvzip": EvictionConfig(
         scope="head",
         scorer="reconstruction",
