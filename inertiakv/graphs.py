@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .lowering import SETTINGS, start_toolchain
 from .replay import Replayed
 
 
@@ -74,14 +75,9 @@ class Graphs:
         from torch._inductor.compile_fx import compile_fx
 
         graphs = 0
-        settings = {
-            "triton.cudagraphs": record and self.device.type == "cuda",
-            # A multiplication and an addition in one instruction, as the library's products have it.
-            "cpp.enable_floating_point_contract_flag": "fast",
-            # Checks of every input of every layer at every step, of shapes that are ours and do not change.
-            "size_asserts": False,
-            "alignment_asserts": False,
-        }
+        settings = {"triton.cudagraphs": record and self.device.type == "cuda", **SETTINGS}
+        if self.device.type == "cpu":
+            start_toolchain()
 
         def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
             nonlocal graphs
