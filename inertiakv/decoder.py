@@ -24,7 +24,7 @@ from .buffers import Buffers
 from .cache import SlotCache, bucket
 from .config import MAX_BUDGET, EvictionConfig
 from .experimental import AdaptiveAlpha
-from .graphs import Graphs
+from .graphs import Graphs, check_ties
 from .learned import load_scorer
 from .prefill import Prefill, Progress
 from .prompts import Prompts, check_positions, count_rows, is_single, to_rows
@@ -84,6 +84,8 @@ class Decoder:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
         if record and (eviction is None or eviction.scope != "shared" or not eviction.scores):
             raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
+        if compile and isinstance(model, torch.nn.Module):
+            check_ties(model)
         self.model, self.eviction = model, eviction
         backend = choose_backend(attention, model.device, model.dtype, compile)
         self.method = Method(eviction, backend, tuple(dict.fromkeys(model.config.windows)))
