@@ -25,7 +25,7 @@ from .cache import SlotCache, bucket
 from .config import MAX_BUDGET, EvictionConfig
 from .expected_attention import check_rotary
 from .experimental import AdaptiveAlpha
-from .graphs import Graphs
+from .graphs import Graphs, check_ties
 from .learned import load_scorer
 from .prefill import Prefill, Progress
 from .prompts import Prompts, check_positions, count_rows, is_single, to_rows
@@ -92,6 +92,8 @@ class Decoder:
             if eviction is None or eviction.scorer != "reconstruction":
                 raise ValueError("repeat_prefix has no effect without scorer='reconstruction'")
             to_rows(list(repeat_prefix), model.config.vocab_size, what="repeat_prefix")
+        if compile and isinstance(model, torch.nn.Module):
+            check_ties(model)
         self.model, self.eviction = model, eviction
         self._repeat_prefix = tuple(repeat_prefix)
         backend = choose_backend(attention, model.device, model.dtype, compile)

@@ -35,6 +35,7 @@ from .config import ScorerName
 from .eviction import EMPTY, Limits, Pooling, pooled, protected
 from .expected_attention import Rotations
 from .learned import LearnedScorer
+from .regions import flat, nested
 from .scorers import SCORERS, Evidence, by_set
 from .table import Table
 
@@ -180,17 +181,18 @@ class CacheView:
             }
         if self.shared:
             self.seen = enter(self.tables[0], step)
+        self.same = flat(self.seen if self.shared else step)  # for all layers
 
     def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
         """`layer(x_BTE, *args, view)` with the view of layer `index`, as a region of its own to the compiler,
         which traces and compiles layers that are alike once."""
         kv, scoring = self.layers[index], self.scoring.get(index)
         if not self.shared:
-            return _own_region(layer, kv, self.tables[index], self.step, x_BTE, args, scoring)
+            return _own_region(*self.same, *flat(layer, kv, self.tables[index], x_BTE, args, scoring))
         if scoring is None:
-            return _region(layer, kv, self.seen, x_BTE, args)
+            return _region(*self.same, *flat(layer, kv, x_BTE, args))
         utility_BXN = self.tables[0].utility_BXN[..., : self.seen.position_BXN.shape[-1]]
-        x_BTE, *scored = _scored_region(layer, kv, self.seen, x_BTE, args, utility_BXN, scoring)
+        x_BTE, *scored = _scored_region(*self.same, *flat(layer, kv, x_BTE, args, utility_BXN, scoring))
         utility_BXN.copy_(scored[0])
         if self.record:
             self.scores[index] = scored[1]
@@ -296,38 +298,29 @@ class LayerView:
             self.scored.append(score_BXN)
 
 
+_KINDS = (Seen, Scoring, Coefficients, Rotations, Pass, Limits, Pooling)
+
+
 @torch.compiler.nested_compile_region(**_ANY_NUMBER)
-def _region(
-    layer: Callable[..., Tensor], kv: LayerCache, seen: Seen, x_BTE: Tensor, args: tuple[Any, ...]
-) -> Tensor:
+def _region(*flat_args: Any) -> Tensor:
+    (seen,), rest = nested(flat_args, _KINDS)
+    (layer, kv, x_BTE, args), _ = nested(rest)
     return layer(x_BTE, *args, LayerView(kv, seen, None, None))
 
 
 @torch.compiler.nested_compile_region(**_ANY_NUMBER)
-def _scored_region(
-    layer: Callable[..., Tensor],
-    kv: LayerCache,
-    seen: Seen,
-    x_BTE: Tensor,
-    args: tuple[Any, ...],
-    utility_BXN: Tensor,
-    scoring: Scoring,
-) -> tuple[Tensor, ...]:
+def _scored_region(*flat_args: Any) -> tuple[Tensor, ...]:
+    (seen,), rest = nested(flat_args, _KINDS)
+    (layer, kv, x_BTE, args, utility_BXN, scoring), _ = nested(rest, _KINDS)
     view = LayerView(kv, seen, utility_BXN, scoring)
     x_BTE = layer(x_BTE, *args, view)
     return x_BTE, *view.scored
 
 
 @torch.compiler.nested_compile_region(**_ANY_NUMBER)
-def _own_region(
-    layer: Callable[..., Tensor],
-    kv: LayerCache,
-    table: Table,
-    step: Pass,
-    x_BTE: Tensor,
-    args: tuple[Any, ...],
-    scoring: Scoring | None,
-) -> Tensor:
+def _own_region(*flat_args: Any) -> Tensor:
+    (step,), rest = nested(flat_args, _KINDS)
+    (layer, kv, table, x_BTE, args, scoring), _ = nested(rest, _KINDS)
     seen = enter(table, step)
     utility_BXN = table.utility_BXN[..., : seen.position_BXN.shape[-1]]
     view = LayerView(kv, seen, utility_BXN, scoring)
