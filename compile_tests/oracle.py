@@ -1,53 +1,39 @@
-"""The method, written out: one sequence, float64, plain lists of positions, no batch, no slots, no graph.
+"""The method, written out: one sequence, float64, plain dicts of positions, no batch, no slots, no graph.
 
 Nothing here is shared with the implementation: the forward pass is its own, over the weights of a
-`models.Transformer`, and the eviction rule is the paper's, word for word. Everything is keyed by position.
+`models.Transformer`, and the rules are those of `oracle_rules`. Everything is keyed by position, and by
+retention set.
 
-Shapes: H query heads, G KV heads, D head dim, E hidden size, R = D / 2 rotated pairs.
+Shapes: H query heads, G KV heads, N tokens seen, D head dim, E hidden size, R = D / 2 rotated pairs.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from decimal import Decimal
-from typing import Any
+from fractions import Fraction
 
 import numpy as np
 
+from compile_tests.oracle_rules import (
+    Array,
+    Choice,
+    Draw,
+    Key,
+    Rank,
+    Rule,
+    Weights,
+    aggregated,
+    choose,
+    head_scores,
+    pooled,
+    rescued,
+)
 from models import Transformer
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
-
-NEAR = 1e-9
-"""Utilities that differ by less than this share are told apart by rounding alone."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """An eviction rule, in the words of the paper. `refresh` 0 scores once."""
-
-    aggregation: str = "ema"
-    alpha: float = 0.8
-    coupling: str = "layer_temporal"
-    step_alpha: float | None = None
-    refresh: int = 1
-    compression: float | None = 0.9
-    budget: int | None = None
-    sinks: int = 0
-    recent: int = 0
-
-    def options(self) -> dict[str, Any]:
-        """The same rule as arguments of `EvictionConfig`."""
-        names = ["aggregation", "compression", "budget", "sinks", "recent"]
-        if self.aggregation == "ema":
-            names += ["alpha", "coupling", "step_alpha"]
-        return {name: getattr(self, name) for name in names} | {"refresh": self.refresh or "once"}
-
-    def budget_for(self, prompt_tokens: int) -> int:
-        if self.budget is not None:
-            return self.budget
-        return max(1, math.floor((1 - Decimal(str(self.compression))) * prompt_tokens))
+Arbiter = Callable[[Key], set[int]]
+"""What another implementation keeps of a set: its word holds where rounding alone decides."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +41,8 @@ class Step:
     """What one decode step left behind. `unclear`: rounding alone decided which tokens went."""
 
     token: int
-    utility: dict[int, float]
     refreshed: bool
     unclear: bool
-
-    @property
-    def kept(self) -> list[int]:
-        return sorted(self.utility)
 
 
 @dataclass
@@ -70,112 +51,216 @@ class Oracle:
 
     model: Transformer
     rule: Rule | None
+    draw: Draw | None = None
     length: int = 0
-    budget: int | None = None
+    prompt: int = 0
     step: int = 0
-    utility: dict[int, float] = field(default_factory=dict)
-    k: list[dict[int, Array]] = field(default_factory=list)
-    v: list[dict[int, Array]] = field(default_factory=list)
+    budgets: dict[Key, int] = field(default_factory=dict)
+    utility: dict[Key, dict[int, float]] = field(default_factory=dict)
+    unclear: bool = False
 
     def __post_init__(self) -> None:
         self.weights = {name: p.double().numpy() for name, p in self.model.named_parameters()}
         config = self.model.config
-        self.k = [{} for _ in range(config.num_layers)]
-        self.v = [{} for _ in range(config.num_layers)]
+        self.heads = [(i, g) for i in range(config.num_layers) for g in range(config.num_kv_heads)]
+        self.utility = {self._key(*head): {} for head in self.heads}
+        self.k: dict[Key, dict[int, Array]] = {head: {} for head in self.heads}
+        self.v: dict[Key, dict[int, Array]] = {head: {} for head in self.heads}
+        self.queries: list[list[list[Weights]]] = []  # of this turn, before its first step: by layer and head
         # A model's frequencies are float32 numbers, in whatever precision it runs.
         exponents_R = np.arange(0, config.head_dim, 2) / config.head_dim
         self.frequency_R = (config.rope.theta**-exponents_R).astype(np.float32).astype(np.float64)
 
-    def prefill(self, prompt: list[int]) -> int:
+    def kept(self, key: Key = ()) -> list[int]:
+        return sorted(self.utility[key])
+
+    @property
+    def overfull(self) -> bool:
+        return any(len(m) > self.budgets.get(key, len(m)) for key, m in self.utility.items())
+
+    @property
+    def evicts_prompt(self) -> bool:
+        """Whether a prompt is evicted before the first decode step."""
+        return self.rule is not None and self.rule.evict_at == "prompt"
+
+    def prefill(self, prompt: list[int], arbiter: Arbiter | None = None) -> int:
         """Cache the whole prompt; the first token of the answer."""
-        self.budget = None if self.rule is None else self.rule.budget_for(len(prompt))
-        for token in prompt:
-            logits, _ = self._forward(token)
+        self.prompt = len(prompt)
+        if self.rule is not None:
+            config = self.model.config
+            self.budgets = self.rule.budgets(len(prompt), config.num_layers, config.num_kv_heads)
+        return self._read(prompt, arbiter)
+
+    def extend(self, turn: list[int], arbiter: Arbiter | None = None) -> Step:
+        """A further turn, which begins with what of the answer was not fed: all of it attends over what was
+        kept. Its last token is the first step of a new schedule, unless it is evicted before that."""
+        self.step = 0
+        self.unclear = False
+        if self.evicts_prompt:
+            return Step(self._read(turn, arbiter), True, self.unclear)
+        self._read(turn[:-1])
+        return self.decode(turn[-1], arbiter)
+
+    def _read(self, tokens: list[int], arbiter: Arbiter | None = None) -> int:
+        """Cache a prompt or turn; the token that follows."""
+        self.queries = []
+        logits = np.zeros(1)
+        for token in tokens:
+            logits, attention = self._forward(token)
+            self.queries.append(attention)
+        if self.evicts_prompt:
+            assert self.rule is not None
+            if self.rule.scorer != "none":
+                self._score(self.rule, self._window(self.rule))
+            self._evict_prompt(self.rule, arbiter)
         return int(logits.argmax())
 
-    def extend(self, turn: list[int]) -> Step:
-        """A further turn, which begins with the answer's last token: all of it attends over what was kept,
-        its last token is the first step of a new schedule."""
-        for token in turn[:-1]:
-            self._forward(token)
-        self.step = 0
-        return self.decode(turn[-1])
+    def _window(self, rule: Rule) -> list[list[list[Weights]]]:
+        return self.queries[-rule.window :] if rule.window else []
 
-    def decode(self, token: int) -> Step:
+    def decode(self, token: int, arbiter: Arbiter | None = None) -> Step:
         """One decode step."""
         self.step += 1
-        before = dict(self.utility)
-        logits, scores = self._forward(token)
-        refreshed = unclear = False
-        if self.rule is not None:
-            refreshed = self._refreshes(self.rule.refresh)
-            new = max(self.utility)
+        self.unclear = False
+        before = {key: sum(m.values()) / max(1, len(m)) for key, m in self.utility.items()}
+        logits, attention = self._forward(token)
+        refreshed, rule, first = False, self.rule, self.step == 1 and not self.evicts_prompt
+        if rule is not None:
+            refreshed = rule.refreshes_at(self.step)
+            scores = rule.scorer != "none" and rule.after == "rule"
+            if scores and (not refreshed or rule.new_token == "mean"):
+                for key, m in self.utility.items():
+                    m[self.length - 1] = before[key]
             if refreshed:
-                self._aggregate(self.rule, scores)
+                self._score(rule, [*(self._window(rule) if first else []), attention])
+            if first:
+                self._evict_prompt(rule, arbiter)
             else:
-                self.utility[new] = sum(before.values()) / len(before)
-            unclear = self._evict(self.rule, new)
-        return Step(int(logits.argmax()), dict(self.utility), refreshed, unclear)
+                self._evict_one(rule, arbiter)
+        return Step(int(logits.argmax()), refreshed, self.unclear)
 
-    def _refreshes(self, refresh: int) -> bool:
-        return self.step == 1 if refresh == 0 else (self.step - 1) % refresh == 0
+    def _score(self, rule: Rule, queries: list[list[list[Weights]]]) -> None:
+        config = self.model.config
+        by_layer = []
+        for layer in range(config.num_layers):
+            k, v = ([kv[layer, g] for g in range(config.num_kv_heads)] for kv in (self.k, self.v))
+            by_layer.append(head_scores(rule, layer, [q[layer] for q in queries], k, v, self.draw))
+        for key, utility in self.utility.items():
+            layers = [key[0]] if key else sorted(rule.layers or range(config.num_layers))
+            for position, old in utility.items():
+                scores = []
+                for layer in layers:
+                    heads = by_layer[layer] if len(key) < 2 else [by_layer[layer][key[1]]]
+                    scores.append(sum(head[position] for head in heads) / len(heads))
+                utility[position] = aggregated(rule, old, scores)
 
-    def _aggregate(self, rule: Rule, scores: list[dict[int, float]]) -> None:
-        recurrent = rule.coupling == "layer_temporal" and rule.step_alpha is None
-        for i, old in self.utility.items():
-            m, s = old, [score[i] for score in scores]
-            if rule.aggregation == "single":
-                for s_l in s:
-                    m = s_l
-            elif rule.aggregation == "cumulative":
-                for s_l in s:
-                    m = m + s_l
-            elif recurrent:
-                for s_l in s:
-                    m = rule.alpha * m + (1 - rule.alpha) * s_l
-            else:
-                m = self._written_out(rule, old, s)
-            self.utility[i] = m
-
-    @staticmethod
-    def _written_out(rule: Rule, old: float, s: list[float]) -> float:
-        """An EMA over steps of a weighted mean over layers."""
-        count = len(s)
-        if rule.coupling == "temporal":
-            weights, memory = [1.0] * count, rule.alpha
-        else:
-            weights = [rule.alpha ** (count - layer) for layer in range(1, count + 1)]
-            memory = rule.alpha**count if rule.coupling == "layer_temporal" else 0.0
-        if rule.step_alpha is not None:
-            memory = rule.step_alpha
-        mean = sum(w * s_l for w, s_l in zip(weights, s, strict=True)) / sum(weights)
-        return memory * old + (1 - memory) * mean
-
-    def _evict(self, rule: Rule, newest: int) -> bool:
-        """Evict the lowest utilities until the budget is left, of equals the oldest; whether rounding
-        decided."""
-        assert self.budget is not None
-        surplus = len(self.utility) - self.budget
-        if surplus <= 0:
-            return False
-        candidates = [p for p in self.utility if p >= rule.sinks and p <= newest - rule.recent]
-        candidates.sort(key=lambda p: (self.utility[p], p))
+    def _evict_prompt(self, rule: Rule, arbiter: Arbiter | None) -> None:
+        """Bring every set to its budget at once, after a prompt or turn."""
+        protected = rule.protected(self.prompt, self.length - 1)
+        ranks: dict[Key, dict[int, Rank]] = {}
         unclear = False
-        if surplus < len(candidates):
-            worst_kept, best_gone = (self.utility[candidates[i]] for i in (surplus, surplus - 1))
-            unclear = worst_kept != 0 and worst_kept - best_gone <= NEAR * abs(worst_kept)
-        for position in candidates[:surplus]:
-            for table in (self.utility, *self.k, *self.v):
-                del table[position]
-        return unclear
+        for key, m in self.utility.items():
+            saved = rescued(rule, m, self.prompt, _scale(rule))
+            unclear |= bool(saved.unclear)
+            ranks[key] = self._ranks(rule, key, protected, saved.kept, pool=True)
+        if rule.allocation == "adaptive":
+            self._evict_layers(rule, ranks, arbiter, unclear)
+        else:
+            for key in self.utility:
+                self._evict([key], ranks, self.budgets[key], arbiter, unclear)
+        if rule.after == "none":
+            self.budgets = dict.fromkeys(self.budgets, 10**9)
 
-    def _forward(self, token: int) -> tuple[Array, list[dict[int, float]]]:
-        """Feed the next token: its logits, and each layer's score of every cached token."""
+    def _evict_layers(
+        self, rule: Rule, ranks: dict[Key, dict[int, Rank]], arbiter: Arbiter | None, unclear: bool
+    ) -> None:
+        """A layer's heads share their budgets: a fifth evenly, the rest as each has of the best of all. None
+        has fewer than are protected."""
+        least = sum(rule.protection(self.prompt))
+        for layer in range(self.model.config.num_layers):
+            keys = [key for key in self.utility if key[0] == layer]
+            total = sum(self.budgets[key] for key in keys)
+            if sum(len(ranks[key]) for key in keys) <= total:
+                continue
+            together = {(key, p): rank for key in keys for p, rank in ranks[key].items()}
+            for key in keys:
+                choice = choose(ranks[key], least, _scale(rule))
+                unclear |= bool(choice.unclear)
+                for p in choice.kept:
+                    together[key, p] = together[key, p]._replace(protected=True)
+            best = choose(together, total, _scale(rule))
+            unclear |= bool(best.unclear)
+            end = Fraction(0)
+            for key in keys:
+                start = end
+                own = sum(of == key for of, _ in best.kept)
+                end += Fraction(4 * own, 5) + Fraction(total, 5 * len(keys))
+                self.budgets[key] = math.floor(end + Fraction(1, 2)) - math.floor(start + Fraction(1, 2))
+                if unclear and arbiter is not None:
+                    self.budgets[key] = len(set(arbiter(key)))
+                self._evict([key], ranks, self.budgets[key], arbiter, unclear)
+
+    def _evict_one(self, rule: Rule, arbiter: Arbiter | None) -> None:
+        if rule.after == "none":
+            return
+        protected = rule.protected(self.prompt, self.length - 1)
+        for key in self.utility:
+            ranks = self._ranks(rule, key, protected, set(), pool=rule.pool_at == "always")
+            if rule.after == "recency":
+                ranks = {p: rank._replace(value=0.0) for p, rank in ranks.items()}
+            self._evict([key], {key: ranks}, self.budgets[key], arbiter)
+
+    def _ranks(
+        self, rule: Rule, key: Key, protected: set[int], saved: set[int], *, pool: bool
+    ) -> dict[int, Rank]:
+        utility, order = self.utility[key], -key[-1] if key else 0
+        safe = protected | saved
+        if not pool or rule.pool == 1:
+            return {p: Rank(p in safe, m, p, order) for p, m in utility.items()}
+        return {
+            p: Rank(p in safe, m, p, order, None if source is None else (key, source))
+            for p, (m, source) in pooled(rule, utility, protected & utility.keys()).items()
+        }
+
+    def _evict(
+        self,
+        keys: list[Key],
+        ranks: dict[Key, dict[int, Rank]],
+        budget: int,
+        arbiter: Arbiter | None,
+        unclear: bool = False,
+    ) -> None:
+        """Keep the best `budget` tokens of these sets together."""
+        assert self.rule is not None
+        everything = {(key, p): rank for key in keys for p, rank in ranks[key].items()}
+        choice = choose(everything, budget, _scale(self.rule))
+        if unclear and len(everything) > budget:
+            choice = Choice(choice.kept, set(everything))
+        kept = choice.kept
+        if choice.unclear and arbiter is not None:
+            theirs = {(key, p) for key in keys for p in arbiter(key)}
+            adopted = (kept - choice.unclear) | (theirs & choice.unclear)
+            kept = adopted if len(adopted) == len(kept) else kept
+        elif choice.unclear:
+            self.unclear = True
+        for key, position in everything.keys() - kept:
+            del self.utility[key][position]
+            for head in self.heads:
+                if self._key(*head) == key:
+                    del self.k[head][position]
+                    del self.v[head][position]
+
+    def _key(self, layer: int, head: int) -> Key:
+        return () if self.rule is None else self.rule.key(layer, head)
+
+    def _forward(self, token: int) -> tuple[Array, list[list[Weights]]]:
+        """Feed the next token: its logits, and each layer's attention, query head by query head."""
         config, w, position = self.model.config, self.weights, self.length
         self.length += 1
-        self.utility[position] = 0.0
+        for utility in self.utility.values():
+            utility[position] = 0.0
         x_E = w["embed_tokens.weight"][token]
-        scores = []
+        attention = []
         for layer in range(config.num_layers):
             prefix = f"layers.{layer}."
             h_E = self._norm(x_E, w[prefix + "input_layernorm.weight"])
@@ -183,32 +268,29 @@ class Oracle:
                 (w[f"{prefix}self_attn.{name}_proj.weight"] @ h_E).reshape(-1, config.head_dim)
                 for name in "qkv"
             )
-            self.k[layer][position] = self._rotate(k_GD, position)
-            self.v[layer][position] = v_GD
-            out_HD, score = self._attend(layer, self._rotate(q_HD, position), position)
-            scores.append(score)
+            for g, (k_D, v_D) in enumerate(zip(self._rotate(k_GD, position), v_GD, strict=True)):
+                self.k[layer, g][position], self.v[layer, g][position] = k_D, v_D
+            out_HD, weights = self._attend(layer, self._rotate(q_HD, position), position)
+            attention.append(weights)
             x_E = x_E + w[prefix + "self_attn.o_proj.weight"] @ out_HD.reshape(-1)
             h_E = self._norm(x_E, w[prefix + "post_attention_layernorm.weight"])
             gate, up = (w[f"{prefix}mlp.{name}_proj.weight"] @ h_E for name in ("gate", "up"))
             x_E = x_E + w[prefix + "mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
-        return w["lm_head.weight"] @ self._norm(x_E, w["norm.weight"]), scores
+        return w["lm_head.weight"] @ self._norm(x_E, w["norm.weight"]), attention
 
-    def _attend(self, layer: int, q_HD: Array, position: int) -> tuple[Array, dict[int, float]]:
+    def _attend(self, layer: int, q_HD: Array, position: int) -> tuple[Array, list[Weights]]:
         config = self.model.config
         window, group = config.windows[layer], config.num_heads // config.num_kv_heads
-        seen = [p for p in self.k[layer] if window is None or position - p < window]
-        k_NGD = np.stack([self.k[layer][p] for p in seen])
-        v_NGD = np.stack([self.v[layer][p] for p in seen])
-        out_HD, total_N = np.zeros_like(q_HD), np.zeros(len(seen))
+        out_HD, weights = np.zeros_like(q_HD), []
         for head in range(config.num_heads):
-            logits_N = k_NGD[:, head // group] @ q_HD[head] / math.sqrt(config.head_dim)
+            k, v = self.k[layer, head // group], self.v[layer, head // group]
+            seen = [p for p in k if window is None or position - p < window]
+            logits_N = np.stack([k[p] for p in seen]) @ q_HD[head] / math.sqrt(config.head_dim)
             a_N = np.exp(logits_N - logits_N.max())
             a_N = a_N / a_N.sum()
-            out_HD[head] = a_N @ v_NGD[:, head // group]
-            total_N += a_N
-        score = dict.fromkeys(self.k[layer], 0.0)
-        score.update(zip(seen, (total_N / config.num_heads).tolist(), strict=True))
-        return out_HD, score
+            out_HD[head] = a_N @ np.stack([v[p] for p in seen])
+            weights.append(dict(zip(seen, a_N.tolist(), strict=True)))
+        return out_HD, weights
 
     def _norm(self, x_E: Array, weight_E: Array) -> Array:
         return weight_E * x_E / np.sqrt((x_E**2).mean() + self.model.config.rms_norm_eps)
@@ -217,3 +299,8 @@ class Oracle:
         cos_R, sin_R = np.cos(position * self.frequency_R), np.sin(position * self.frequency_R)
         a_NR, b_NR = np.split(x_ND, 2, axis=-1)
         return np.concatenate((a_NR * cos_R - b_NR * sin_R, b_NR * cos_R + a_NR * sin_R), axis=-1)
+
+
+def _scale(rule: Rule) -> float | None:
+    """Cosines of both signs add up to utilities near 0."""
+    return 1.0 if rule.scorer == "keydiff" else None

@@ -76,7 +76,12 @@ def test_a_config_cannot_be_changed_and_can_be_a_key() -> None:
         ({"layers": (1, 1)}, "layers must be different ones"),
         ({"layers": (-1,)}, "a layer that scores must be a whole number of at least 0, got -1"),
         ({"allocation": "pyramid"}, "allocation='pyramid' needs a set for each layer"),
+        ({"allocation": "model"}, "allocation='model' needs a set for each layer"),
         ({"allocation": "adaptive", "scope": "layer"}, "allocation='adaptive' needs a set for each head"),
+        (
+            {"allocation": "model", "scope": "head", "scorer": "none"},
+            "allocation='model' compares utilities, which scorer='none' has not",
+        ),
         ({"evict_at": "prompt"}, "evict_at='prompt' scores queries of the prompt: give window, 32 say"),
         ({"after": "none"}, "after='none' has no effect with evict_at='first_step'"),
         ({"evict_at": "prompt", "window": 8, "after": "none", "refresh": 4}, "refresh=4 has no effect"),

@@ -132,6 +132,34 @@ def test_layers_that_are_all_unlike_can_be_compiled() -> None:
     assert tokens[0] == tokens[1]
 
 
+def tie(layer: torch.nn.Module) -> None:
+    layer.mlp.up_proj.weight = layer.mlp.gate_proj.weight
+
+
+@pytest.mark.parametrize("tied", [0, 2])
+def test_a_tie_within_one_layer_alone_is_refused(tied: int) -> None:
+    model = tiny_model(layers=3, dtype=torch.float32)
+    tie(model.layers[tied])
+    message = r"mlp.gate_proj.weight and mlp.up_proj.weight as one tensor.*compile=False"
+    with pytest.raises(ValueError, match=message):
+        Decoder(model, LAZY, compile=True)
+    Decoder(model, LAZY, compile=False)
+
+
+@pytest.mark.slow
+def test_layers_may_be_tied_within_themselves_all_alike() -> None:
+    model = tiny_model(layers=3, dtype=torch.float32)
+    for layer in model.layers:
+        tie(layer)
+    tokens = [
+        Decoder(model, EvictionConfig(budget=30, refresh="once"), compile=compile)
+        .generate(random_prompts((50,)), 6, eos_token_ids=[])
+        .tokens
+        for compile in (True, False)
+    ]
+    assert tokens[0] == tokens[1]
+
+
 def test_the_first_token_does_not_wait_for_the_compiler(model: Transformer) -> None:
     compiling: list[str] = []
     decoder = Decoder(model, LAZY, compile=True, on_compile=compiling.append)

@@ -53,11 +53,11 @@ class Coefficients(NamedTuple):
 
 
 class Aggregation(nn.Module):
-    """The recurrence's coefficients as buffers: a graph reads them, so that another alpha is no recompile."""
+    """The recurrence's coefficients as buffers: a graph reads them, so that another alpha is no recompile.
 
-    decay_L: Tensor
-    gain_L: Tensor
-    salt_L: Tensor
+    A buffer a number: the compiler takes layers for alike only where their inputs lie alike, and views of one
+    buffer do not.
+    """
 
     def __init__(
         self,
@@ -76,25 +76,30 @@ class Aggregation(nn.Module):
             raise ValueError(
                 f"layer {self.layers[-1]} cannot score: the model has layers 0 to {num_layers - 1}"
             )
-        decay, gain = layer_coefficients(config, len(self.layers))
-        self.register_buffer("decay_L", torch.tensor(decay, dtype=dtype, device=device))
-        self.register_buffer("gain_L", torch.tensor(gain, dtype=dtype, device=device))
         salt_L = uniform(torch.tensor(config.scorer_seed or 0), torch.tensor(self.layers)) * 2**30
-        self.register_buffer("salt_L", salt_L.to(device, torch.int64))
+        for layer, salt in zip(self.layers, salt_L.long().to(device), strict=True):
+            self.register_buffer(f"decay_{layer}", torch.empty((), dtype=dtype, device=device))
+            self.register_buffer(f"gain_{layer}", torch.empty((), dtype=dtype, device=device))
+            self.register_buffer(f"salt_{layer}", salt.clone())
+        self._fill(config)
 
     def smooth(self, alpha: float) -> None:
         """Go on with another alpha."""
         self.alpha = alpha
-        decay, gain = layer_coefficients(dataclasses.replace(self._config, alpha=alpha), len(self.layers))
-        self.decay_L.copy_(torch.tensor(decay, dtype=self.decay_L.dtype))
-        self.gain_L.copy_(torch.tensor(gain, dtype=self.gain_L.dtype))
+        self._fill(dataclasses.replace(self._config, alpha=alpha))
+
+    def _fill(self, config: EvictionConfig) -> None:
+        numbers = zip(*layer_coefficients(config, len(self.layers)), strict=True)
+        for (decay, gain), scalars in zip(numbers, self.by_layer().values(), strict=True):
+            scalars.decay.fill_(decay)
+            scalars.gain.fill_(gain)
 
     def by_layer(self) -> dict[int, Coefficients]:
-        """For each layer that scores. Copies, since the compiler takes layers for alike only where their
-        inputs lie alike, and views of one buffer do not."""
-        buffers = zip(self.decay_L, self.gain_L, self.salt_L, strict=True)
-        parts = (Coefficients(*(scalar.clone() for scalar in scalars)) for scalars in buffers)
-        return dict(zip(self.layers, parts, strict=True))
+        """For each layer that scores."""
+        return {
+            layer: Coefficients(*(getattr(self, f"{name}_{layer}") for name in Coefficients._fields))
+            for layer in self.layers
+        }
 
 
 def updated(

@@ -30,6 +30,8 @@ block of queries how many and which, int32 [B, 1, Q] and [B, 1, Q, K]."""
 
 SPLITS = 8
 """Parts of the slots that a compiled step attends to side by side."""
+FEW_QUERIES = 32
+"""Queries whose logits over thousands of slots fit into a core's cache."""
 QUERY_BLOCK = 256
 """Queries that dense prefill masks at a time: a [T, N] mask is never made whole."""
 
@@ -100,6 +102,30 @@ def observed(
         outs.append(torch.matmul(weights_GRTN, v_GND.to(accurate)[:, None]).flatten(0, 1))
         weights.append(weights_GRTN.flatten(1, 2))
     return torch.stack(outs).to(q_BHTD.dtype), torch.stack(weights)
+
+
+def most_attention(
+    q_BHTD: Tensor, k_BGND: Tensor, position_BXN: Tensor, query_BT: Tensor, window: int | None, scale: float
+) -> Tensor:
+    """The most that any query of any head of a KV head pays to each token, [B, G, N], softmax over what the
+    query sees of these tokens. In float32 or wider, row by row and a few queries at a time, whose logits stay
+    in a core's cache."""
+    accurate = torch.promote_types(q_BHTD.dtype, torch.float32)
+    most_BGN = []
+    for q_HTD, k_GND, position_XN, query_T in zip(q_BHTD, k_BGND, position_BXN, query_BT, strict=True):
+        q_GRTD, k_G1DN = (
+            q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate) * scale,
+            k_GND.to(accurate).mT[:, None],
+        )
+        most_GN = k_G1DN.new_full(k_GND.shape[:2], -torch.inf)
+        for q_GRtD, query_t in zip(q_GRTD.split(FEW_QUERIES, 2), query_T.split(FEW_QUERIES), strict=True):
+            hidden_XtN = ~visible(position_XN[None], query_t[None], window)[0]
+            logits_GRtN = torch.matmul(q_GRtD, k_G1DN).masked_fill_(hidden_XtN[:, None], -torch.inf)
+            lse_GRt1 = logits_GRtN.logsumexp(-1, keepdim=True)
+            lse_GRt1 = lse_GRt1.masked_fill(lse_GRt1 == -torch.inf, torch.inf)
+            most_GN = torch.maximum(most_GN, logits_GRtN.sub_(lse_GRt1).amax((1, 2)))
+        most_BGN.append(most_GN.exp())
+    return torch.stack(most_BGN)
 
 
 def dense_chunk(

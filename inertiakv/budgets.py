@@ -33,7 +33,9 @@ class Budgets:
         self.tables = [self.rows] * num_layers
         if eviction is not None and eviction.allocation == "pyramid":
             by_row = [
-                pyramid(budget, sum(protected), num_layers) if budget < length else [budget] * num_layers
+                pyramid(budget, sum(protected) + eviction.rescue, length, num_layers)
+                if budget < length
+                else [budget] * num_layers
                 for budget, protected, length in zip(self.rows, self.protection, lengths, strict=True)
             ]
             self.tables = [list(budgets) for budgets in zip(*by_row, strict=True)]

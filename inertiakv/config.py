@@ -15,13 +15,15 @@ ScorerName = Literal[
     "key_norm",
     "recency",
     "random",
+    "expected_attention",
+    "reconstruction",
     "learned",
     "none",
 ]
 Aggregation = Literal["ema", "cumulative", "single"]
 Coupling = Literal["layer_temporal", "temporal", "layer"]
 Scope = Literal["shared", "layer", "head"]
-Allocation = Literal["uniform", "pyramid", "adaptive"]
+Allocation = Literal["uniform", "pyramid", "adaptive", "model"]
 
 DEFAULT_COMPRESSION = 0.9
 DEFAULT_ALPHA = 0.8
@@ -49,8 +51,10 @@ class EvictionConfig:
     scope: Scope = "shared"
     """What has a retention set of its own: all layers together, a layer, or a layer's KV head."""
     allocation: Allocation = "uniform"
-    """How a row's budget is spread over its sets: alike, falling from the first layer to the last, or among
-    the heads of a layer as their utilities in the prompt compare."""
+    """How a row's budget is spread over its sets: alike, falling from the first layer to the last, among the
+    heads of a layer as their utilities in the prompt compare, or so among all sets of the model. All sets
+    have slots for the largest: uneven budgets free less memory, and `model` none where one set keeps
+    everything."""
     layers: tuple[int, ...] | None = None
     """Layers that score, counted from 0, for the shared set; all by default."""
     aggregation: Aggregation = "ema"
@@ -75,7 +79,8 @@ class EvictionConfig:
     """Last queries of the prompt that score together when it is evicted, beside the first decode step's
     own."""
     pool: int = 1
-    """Positions, an odd number, over whose utilities each token's is pooled when the set is chosen."""
+    """Positions, an odd number, over whose utilities each token's is pooled when the set is chosen, without
+    those of protected tokens."""
     pool_by: Literal["max", "mean"] = "max"
     """The utility of a pool of positions."""
     pool_at: Literal["prompt", "always"] = "prompt"
@@ -99,6 +104,7 @@ class EvictionConfig:
         self._check_scores()
         self._check_sets()
         self._check_prompt_eviction()
+        self._check_prompt_scorers()
         if self.budget is not None:
             self._check_protection(self.budget)
 
@@ -174,12 +180,16 @@ class EvictionConfig:
                 raise ValueError(f"layers must be different ones, at least one, got {self.layers}")
             for layer in self.layers:
                 _check_int("a layer that scores", layer, 0)
-        if self.allocation == "pyramid" and self.scope == "shared":
-            raise ValueError("allocation='pyramid' needs a set for each layer: scope='layer' or 'head'")
+        if self.allocation in ("pyramid", "model") and self.scope == "shared":
+            raise ValueError(
+                f"allocation={self.allocation!r} needs a set for each layer: scope='layer' or 'head'"
+            )
         if self.allocation == "adaptive" and self.scope != "head":
             raise ValueError("allocation='adaptive' needs a set for each head: scope='head'")
-        if self.allocation == "adaptive" and self.scorer == "none":
-            raise ValueError("allocation='adaptive' compares utilities, which scorer='none' has not")
+        if self.allocation in ("adaptive", "model") and self.scorer == "none":
+            raise ValueError(
+                f"allocation={self.allocation!r} compares utilities, which scorer='none' has not"
+            )
 
     def _check_prompt_eviction(self) -> None:
         if self.protect_prompt:
@@ -188,12 +198,26 @@ class EvictionConfig:
             )
         if self.evict_at == "first_step":
             self._refuse("evict_at='first_step'", "after")
-        elif self.window == 0 and self.scores:
+        elif self.window == 0 and self.scores and self.scorer != "reconstruction":
             raise ValueError("evict_at='prompt' scores queries of the prompt: give window, 32 say")
         if self.after != "rule":
             self._refuse(f"after={self.after!r}", "refresh", "new_token")
             if self.pool_at == "always":
                 raise ValueError(f"pool_at='always' has no effect with after={self.after!r}")
+
+    def _check_prompt_scorers(self) -> None:
+        """Of scorers that need many queries of the prompt, and so cannot score the single one of a decode
+        step."""
+        if self.scorer == "reconstruction":
+            self._refuse("scorer='reconstruction', which repeats the whole prompt", "window")
+            if self.evict_at != "prompt":
+                raise ValueError("scorer='reconstruction' needs evict_at='prompt'")
+        elif self.scorer != "expected_attention":
+            return
+        elif self.window == 0:
+            raise ValueError("scorer='expected_attention' needs queries of the prompt: give window, 512 say")
+        if self.after == "rule" and self.refresh != "once":
+            raise ValueError(f"scorer={self.scorer!r} scores the prompt alone: give refresh='once'")
 
     def _refuse(self, because: str, *names: str) -> None:
         """Raise ValueError where one of these options was given, though `because` leaves it without
@@ -217,13 +241,13 @@ class EvictionConfig:
         budget = self.budget if self.budget is None else min(self.budget, MAX_BUDGET)
         if budget is None:
             budget = max(1, int((1 - Fraction(str(self.compression))) * prompt_tokens))
-        if self.protect_prompt:
-            budget = min(prompt_tokens + budget, MAX_BUDGET)
         self._check_protection(budget, f" of a prompt of {prompt_tokens} tokens")
-        return budget
+        return min(prompt_tokens + budget, MAX_BUDGET) if self.protect_prompt else budget
 
     def protection_for(self, budget: int, prompt_tokens: int) -> tuple[int, int, int]:
         """How many positions of a row are protected: at the start, at the end, and spaced over the prompt."""
+        if self.protect_prompt:
+            budget -= prompt_tokens
         share = int(Fraction(str(self.reserve)) * budget)
         sinks = prompt_tokens if self.protect_prompt else self.sinks + share // 3
         recent = self.recent

@@ -23,18 +23,19 @@ from .budgets import Budgets
 from .buffers import Buffers
 from .cache import SlotCache, bucket
 from .config import MAX_BUDGET, EvictionConfig
+from .expected_attention import check_rotary
 from .experimental import AdaptiveAlpha
-from .graphs import Graphs
+from .graphs import Graphs, check_ties
 from .learned import load_scorer
 from .prefill import Prefill, Progress
 from .prompts import Prompts, check_positions, count_rows, is_single, to_rows
 from .protocol import LanguageModel
+from .reconstruction import reconstruct
 from .recording import Recorder, Recording
 from .results import FinishReason, Generation, Stats
 from .rows import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, Rows
 from .sampling import Sampling
 from .steps import Method, decode_step, evicting_step
-from .table import Table
 
 Stop = Callable[[int, list[int]], bool]
 """Called with a row and the tokens of its answer so far; True ends the row."""
@@ -65,6 +66,8 @@ class Decoder:
     * `compile`: run the decode step as compiled graphs; without, the same functions run eagerly.
     * `attention`: "dense", "flex", or "auto" for the faster one on the model's device.
     * `prefill_chunk`: tokens of a prompt that go through the model at a time.
+    * `repeat_prefix`: token ids of an instruction that goes before the repetitions of scorer
+      "reconstruction".
     * `record`: decode steps of an answer to record for `recording`.
     * `on_compile`: called before a graph is compiled, which takes seconds, with what it is for.
     """
@@ -77,6 +80,7 @@ class Decoder:
         compile: bool = True,
         attention: str = "auto",
         prefill_chunk: int = 2048,
+        repeat_prefix: Sequence[int] = (),
         on_compile: Callable[[str], None] | None = None,
         record: int = 0,
     ) -> None:
@@ -84,7 +88,14 @@ class Decoder:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
         if record and (eviction is None or eviction.scope != "shared" or not eviction.scores):
             raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
+        if repeat_prefix:
+            if eviction is None or eviction.scorer != "reconstruction":
+                raise ValueError("repeat_prefix has no effect without scorer='reconstruction'")
+            to_rows(list(repeat_prefix), model.config.vocab_size, what="repeat_prefix")
+        if compile and isinstance(model, torch.nn.Module):
+            check_ties(model)
         self.model, self.eviction = model, eviction
+        self._repeat_prefix = tuple(repeat_prefix)
         backend = choose_backend(attention, model.device, model.dtype, compile)
         self.method = Method(eviction, backend, tuple(dict.fromkeys(model.config.windows)))
         self.aggregation: Aggregation | None = None
@@ -93,6 +104,8 @@ class Decoder:
             learned = None
             if eviction.scorer_file is not None:
                 learned = load_scorer(eviction.scorer_file, model.config, device=device, dtype=dtype)
+            if eviction.scorer == "expected_attention":
+                check_rotary(model)
             self.aggregation = Aggregation(eviction, model.config.num_layers, dtype, device, learned)
         self.graphs = Graphs(compile, model.device, on_compile)
         self.buffers = Buffers(model, "shared" if eviction is None else eviction.scope)
@@ -154,7 +167,7 @@ class Decoder:
         with self._whole():
             self._enter(rows, progress)
             if self._evicts_prompt:
-                self._evict_to_budget(max_new_tokens, new=False)
+                self._evict_prompt(rows, max_new_tokens)
 
     @torch.no_grad()
     def take_prompt(self, source: Decoder, *, max_new_tokens: int = 0) -> None:
@@ -168,12 +181,13 @@ class Decoder:
         if source._logits_BV is None or theirs.mean_B.tolist() != lengths:
             raise ValueError("only a prompt of which nothing was evicted or answered can be taken over")
         self._begin(lengths, max_new_tokens)
-        with self._whole(), self._timed("prefill"):
-            self._conversation().copy_prompt(theirs, max(lengths))
-            self.rows.position_B.copy_(source.rows.position_B)
-            self._logits_BV, self._tokens = source._logits_BV.clone(), source._tokens
+        with self._whole():
+            with self._timed("prefill"):
+                self._conversation().copy_prompt(theirs, max(lengths))
+                self.rows.position_B.copy_(source.rows.position_B)
+                self._logits_BV, self._tokens = source._logits_BV.clone(), source._tokens
             if self._evicts_prompt:
-                self._evict_to_budget(max_new_tokens, new=False)
+                self._evict_prompt(self._tokens, max_new_tokens)
 
     def _begin(self, lengths: list[int], max_new_tokens: int) -> None:
         """Make the buffers for a conversation that begins with prompts of these lengths."""
@@ -240,7 +254,7 @@ class Decoder:
         if self.eviction is None or self._evicts_prompt:
             self._enter(rows, progress)
             if self._evicts_prompt:
-                self._evict_to_budget(max_new_tokens, new=False)
+                self._evict_prompt(rows, max_new_tokens)
             return
         if any(len(row) > 1 for row in rows):
             self._enter([row[:-1] for row in rows], progress)
@@ -340,6 +354,26 @@ class Decoder:
         """Whether a prompt is evicted before the first decode step."""
         return self.eviction is not None and self.eviction.evict_at == "prompt"
 
+    @property
+    def _first_step_is_due(self) -> bool:
+        """Whether the next step is the first one of a turn, in which its prompt is scored and evicted. A
+        prompt within its budget takes it as well, so that no row depends on how long its neighbours are."""
+        if self.eviction is None or self._evicts_prompt or self._turn_step > 0:
+            return False
+        return self._overfull or not bool(self.rows.finished_B.all())
+
+    def _evict_prompt(self, rows: list[list[int]], new_tokens: int) -> None:
+        """Score prompts, or turns, that have just been entered, and evict them to budget before any decode
+        step."""
+        eviction, aggregation = self.eviction, self.aggregation
+        assert eviction is not None
+        assert aggregation is not None
+        if eviction.scorer == "reconstruction":
+            sources = (self.model, self._conversation(), self.rows, aggregation, rows)
+            with self._timed("first_step"):
+                reconstruct(*sources, prefix=self._repeat_prefix, sinks=eviction.sinks)
+        self._evict_to_budget(new_tokens, new=False)
+
     def _evict_to_budget(self, new_tokens: int = 0, *, new: bool = True) -> None:
         """Score, evict down to budget, and move to the decode cache. With `new` this is the first step of a
         turn, and feeds each row's token."""
@@ -352,8 +386,7 @@ class Decoder:
             logits_BV, keep_BXN = evicting_step(
                 self.model, cache, self.rows, self.method, scoring, before_BW, new=new, end_slot=end_slot
             )
-            for table, kept_BXN in zip(cache.tables, keep_BXN, strict=True):
-                self._settle_budget(table, kept_BXN)
+            self._settle_budgets(keep_BXN)
             if self.buffers.is_decode_cache(cache):
                 cache.keep(keep_BXN)
             else:
@@ -364,14 +397,18 @@ class Decoder:
         self._turn_step += new
         self.stats.refreshes += scoring is not None
 
-    def _settle_budget(self, table: Table, keep_BXN: Tensor) -> None:
+    def _settle_budgets(self, keep_BXN: Sequence[Tensor]) -> None:
         """The budgets that hold from now on, where the rule does not leave them as they were."""
         assert self.eviction is not None
-        if self.eviction.allocation == "adaptive":
-            full_B1 = table.count_BX.sum(-1, keepdim=True) > table.budget_BX.sum(-1, keepdim=True)
-            table.budget_BX.copy_(torch.where(full_B1, keep_BXN.sum(-1), table.budget_BX))
+        tables = self._conversation().tables
+        if self.eviction.allocation in ("adaptive", "model"):
+            spare_B = torch.stack([(table.budget_BX - table.count_BX).sum(-1) for table in tables]).sum(0)
+            for table, kept_BXN in zip(tables, keep_BXN, strict=True):
+                budget_BX = torch.where(spare_B[:, None] < 0, kept_BXN.sum(-1), table.budget_BX)
+                table.budget_BX.copy_(budget_BX)
         if self.eviction.after == "none":
-            table.budget_BX.fill_(MAX_BUDGET)
+            for table in tables:
+                table.budget_BX.fill_(MAX_BUDGET)
 
     def _before(self, window: int) -> Tensor:
         """The last `window` tokens of each row's prompt or turn, [B, W], -1 before the first of a shorter
@@ -436,9 +473,7 @@ class Decoder:
     def _settle(self, new_tokens: int) -> None:
         """After an answer. One of a single token has not taken the first step, in which its prompt is scored
         and evicted; it is taken here, so that no cache stays overfull."""
-        unfed = self._logits_BV is None and not bool(self.rows.finished_B.all())
-        first = self.eviction is not None and not self._evicts_prompt and self._turn_step == 0
-        if first and (unfed or self._overfull):
+        if self._logits_BV is None and self._first_step_is_due:
             self._evict_to_budget(new_tokens)
         self._finish_stats()
 
@@ -449,7 +484,7 @@ class Decoder:
         if bool(self.rows.finished_B.all()):
             return
         for index in range(max_new_tokens):
-            if self._logits_BV is None and self._overfull:
+            if self._logits_BV is None and self._first_step_is_due:
                 self._evict_to_budget(max_new_tokens)
             if self._logits_BV is not None:
                 self.rows.choose(self._logits_BV, greedy=greedy)

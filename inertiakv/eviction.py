@@ -30,6 +30,12 @@ class Limits(NamedTuple):
     prompt_B: Tensor
     spaced_B: Tensor | None
 
+    @property
+    def number_B(self) -> Tensor:
+        """How many they are at most: among the newest there may be some of those spaced evenly."""
+        number_B = self.sinks_B + self.recent_B
+        return number_B if self.spaced_B is None else number_B + self.spaced_B
+
 
 class Pooling(NamedTuple):
     width: int
@@ -72,9 +78,16 @@ def retained(position_N: Tensor, utility_N: Tensor, protected_N: Tensor, budget:
     return keep_N & (position_N > EMPTY)
 
 
-def pooled(position_N: Tensor, utility_N: Tensor, width: int, by: Literal["max", "mean"]) -> Tensor:
+def pooled(
+    position_N: Tensor, utility_N: Tensor, protected_N: Tensor, width: int, by: Literal["max", "mean"]
+) -> Tensor:
     """Each token's utility replaced by the largest, or the mean, of those held within `width // 2` positions
-    of its own: what one query looks at is the head of a span whose rest is needed a few steps later."""
+    of its own: what one query looks at is the head of a span whose rest is needed a few steps later.
+
+    Protected tokens are left out, and come out as 0: they stay whatever they are worth, and a neighbour of
+    the first token, which all look at, is worth no more for it (so SnapKV, arXiv 2404.14469, pools the tokens
+    before its window alone)."""
+    position_N = torch.where(protected_N, EMPTY, position_N)
     occupied_N = position_N > EMPTY
     order_N = torch.where(occupied_N, position_N, _NO_POSITION).argsort(-1)
     sorted_N, utility_N = position_N.gather(-1, order_N), utility_N.gather(-1, order_N)

@@ -9,7 +9,9 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 
+from .lowering import SETTINGS, start_toolchain
 from .replay import Replayed
 
 
@@ -74,14 +76,9 @@ class Graphs:
         from torch._inductor.compile_fx import compile_fx
 
         graphs = 0
-        settings = {
-            "triton.cudagraphs": record and self.device.type == "cuda",
-            # A multiplication and an addition in one instruction, as the library's products have it.
-            "cpp.enable_floating_point_contract_flag": "fast",
-            # Checks of every input of every layer at every step, of shapes that are ours and do not change.
-            "size_asserts": False,
-            "alignment_asserts": False,
-        }
+        settings = {"triton.cudagraphs": record and self.device.type == "cuda", **SETTINGS}
+        if self.device.type == "cpu":
+            start_toolchain()
 
         def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
             nonlocal graphs
@@ -100,6 +97,31 @@ class Graphs:
             options={"guard_filter_fn": lambda guards: [False for _ in guards]},
         )
         return Replayed(compiled) if record and self.device.type == "cpu" else compiled
+
+
+def check_ties(model: nn.Module) -> None:
+    """Raise ValueError where one layer uses a tensor twice and the next of its class does not: the compiler,
+    which traces layers that are alike once, would not see that they differ."""
+    for parent in model.modules():
+        seen: dict[type[nn.Module], tuple[str, set[tuple[str, ...]]]] = {}
+        for name, child in parent.named_children():
+            ties = _ties(child)
+            first, expected = seen.setdefault(type(child), (name, ties))
+            if ties != expected:
+                names = " and ".join(sorted(ties ^ expected)[0])
+                raise ValueError(
+                    f"{type(child).__name__} {name} and {first} are not alike: only one of them has {names} "
+                    "as one tensor. Such a model needs compile=False"
+                )
+
+
+def _ties(module: nn.Module) -> set[tuple[str, ...]]:
+    """The names of each tensor that has several."""
+    names: dict[int, list[str]] = {}
+    for tensors in (module.named_parameters, module.named_buffers):
+        for name, tensor in tensors(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+    return {tuple(same) for same in names.values() if len(same) > 1}
 
 
 def _own(function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:

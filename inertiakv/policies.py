@@ -1,4 +1,16 @@
-"""Named eviction rules: the paper's, and the ones that it is compared with."""
+"""Named eviction rules: the paper's (arXiv 2609.03515), and the ones that it is compared with.
+
+All run under one protocol, in which some differ from their papers:
+
+* The prompt is read whole and then evicted to budget at once, in the first decode step or before it; from
+  then on one token goes for each that comes. Every method keeps the positions of the uncompressed sequence.
+* What scores is the first decode step's query, or for a rule with a window the prompt's last ones: no rule
+  sums attention over the whole prompt.
+* Query heads that share a KV head share its tokens: scores are their mean. Papers without grouped queries
+  speak of one query head at a time, which is the same where no heads share.
+* Rules for prompts go on while decoding: a new token takes the mean utility, and the lowest goes. With
+  `after="none"` or `"recency"` nothing goes, or the oldest.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +18,8 @@ import dataclasses
 
 from .config import EvictionConfig, check_choice
 
+# The last 32 prompt queries, max pooling over 7 positions: the paper's setting for LongBench. It sums over
+# the queries, here it is the mean: the order is the same.
 _SNAPKV = EvictionConfig(
     scope="head",
     aggregation="single",
@@ -26,17 +40,53 @@ POLICIES: dict[str, EvictionConfig | None] = {
     "score_free": EvictionConfig(refresh="once"),
     "single": EvictionConfig(aggregation="single"),
     "cumulative": EvictionConfig(aggregation="cumulative"),
+    # arXiv 2306.14048: the sum of attention, half of the budget for the newest tokens. The paper's sums begin
+    # with the prompt's first query.
     "h2o": EvictionConfig(scope="head", aggregation="cumulative", recent=0.5),
+    # arXiv 2401.06104: the last query's attention, mean over all heads of a layer.
     "tova": EvictionConfig(scope="layer", aggregation="single"),
+    # arXiv 2305.17118: how many queries paid a token more than the mean. The paper counts over a window of
+    # the last queries, the prompt's among them, keeps few newest tokens and evicts half of the cache at once.
     "scissorhands": EvictionConfig(scope="head", scorer="above_mean", aggregation="cumulative", recent=0.5),
+    # arXiv 2309.17453: four sinks and the newest. The paper numbers positions within the cache.
     "streaming_llm": EvictionConfig(scorer="none", sinks=4),
+    # arXiv 2504.15364. The paper evicts after each block of the prompt.
     "keydiff": EvictionConfig(scope="head", scorer="keydiff", aggregation="single"),
+    # arXiv 2406.11430. The paper leaves the first two layers whole.
     "knorm": EvictionConfig(scope="head", scorer="key_norm", aggregation="single"),
     "random": EvictionConfig(scorer="random", aggregation="single"),
     "random_after_prompt": EvictionConfig(scorer="random", aggregation="single", protect_prompt=True),
+    # arXiv 2404.14469.
     "snapkv": _SNAPKV,
-    "pyramidkv": dataclasses.replace(_SNAPKV, allocation="pyramid"),
+    # arXiv 2406.02069: SnapKV with a window of 8 and a budget that falls from layer to layer.
+    "pyramidkv": dataclasses.replace(_SNAPKV, window=8, recent=8, allocation="pyramid"),
+    # arXiv 2407.11550: SnapKV whose heads share the budget of their layer.
     "adakv": dataclasses.replace(_SNAPKV, allocation="adaptive"),
+    # AdaKV with the scores of arXiv 2510.00636. That paper takes all of the prompt's queries, here it is the
+    # last 512: all of them would be a second prefill.
+    "adakv_ea": EvictionConfig(
+        scope="head",
+        scorer="expected_attention",
+        aggregation="single",
+        refresh="once",
+        evict_at="prompt",
+        window=512,
+        sinks=4,
+        allocation="adaptive",
+    ),
+    # arXiv 2505.23416, at the cost of several prefills, and of memory: see `EvictionConfig.allocation`. The
+    # paper asks for the repetition, in words: `Decoder(repeat_prefix=...)`. It keeps the system prompt, here
+    # it is four sinks, and evicts nothing while decoding. `allocation="uniform"` gives each head the same,
+    # which the paper offers, too.
+    "kvzip": EvictionConfig(
+        scope="head",
+        scorer="reconstruction",
+        aggregation="single",
+        refresh="once",
+        evict_at="prompt",
+        sinks=4,
+        allocation="model",
+    ),
 }
 """The named policies. `None`, the full cache, keeps every token."""
 

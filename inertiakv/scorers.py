@@ -4,7 +4,7 @@ A score is made for every KV head, [B, G, N], or once for all of them, [B, 1, N]
 heads share takes the mean of theirs. Scores are float32, or float64 for a float64 model.
 
 Shape letters: B batch, G KV heads, R queries of one KV head (its query heads, times the queries where several
-score together), N slots, D head dim, X retention sets.
+score together), T these queries, H query heads, N slots, D head dim, X retention sets.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .config import ScorerName
+from .expected_attention import SINKS, Rotations, expected_weights
 from .learned import LearnedScorer
 from .randomness import uniform
 
@@ -27,6 +28,12 @@ class Evidence(NamedTuple):
 
     q_BHD: Tensor
     """The query; the mean of them where several score together."""
+    q_BHTD: Tensor
+    """All queries that score together."""
+    query_BT: Tensor
+    """Their positions, -1 for padding; the last one is the newest."""
+    scale: float
+    """Of the logits."""
     k_BGND: Tensor
     v_BGND: Tensor
     weights_BGRN: Tensor | None
@@ -36,12 +43,12 @@ class Evidence(NamedTuple):
     """Share of the queries that are no padding; None: all."""
     seen_BXN: Tensor
     position_BXN: Tensor
-    query_B: Tensor
-    """Position of the newest query."""
     salt: Tensor
     """Of the layer, for `random`."""
     learned: LearnedScorer | None
     """The scorer `learned`."""
+    rotations: Rotations | None
+    """Of the queries, for `expected_attention`."""
 
     @property
     def weights(self) -> Tensor:
@@ -113,7 +120,7 @@ def random(e: Evidence) -> Tensor:
     """Uniform in [0, 1), by a hash of the layer, the query's position and the token's: no draw depends on the
     batch or on the slot."""
     heads = torch.arange(e.position_BXN.shape[1], device=e.salt.device)[:, None]
-    seed_BXN = (e.salt + heads) * (1 << 32) + e.query_B[:, None, None]
+    seed_BXN = (e.salt + heads) * (1 << 32) + e.query_BT[:, -1, None, None]
     return uniform(seed_BXN, e.position_BXN.long()).to(_accurate(e.k_BGND))
 
 
@@ -121,6 +128,19 @@ def learned(e: Evidence) -> Tensor:
     """A bilinear form of query and key that was trained to predict attention (arXiv 2609.03515)."""
     assert e.learned is not None
     return torch.where(e.seen_BXN, e.learned.score(e.q_BHD, e.k_BGND)[:, None], 0.0)
+
+
+def expected_attention(e: Evidence) -> Tensor:
+    """The attention expected of later queries times the norm of the value; the first tokens, which the
+    expectation leaves out, are worth as much as the best (arXiv 2510.00636).
+
+    As in kvpress, the norm is that of v and not of W_o v, and no epsilon is added to the attention. The paper
+    takes its statistics from all of the prompt's queries, here they are those that score together.
+    """
+    assert e.rotations is not None
+    args = (e.q_BHTD, e.query_BT, e.rotations, e.k_BGND, e.position_BXN, e.scale)
+    score_BGN = torch.where(e.seen_BXN, expected_weights(*args) * _norm(e.v_BGND), 0.0)
+    return torch.where(e.position_BXN < SINKS, score_BGN.amax(-1, keepdim=True), score_BGN)
 
 
 class Scorer(NamedTuple):
@@ -131,6 +151,7 @@ class Scorer(NamedTuple):
     needs_attention: bool = False
 
 
+# `reconstruction` scores with a pass of its own, in reconstruction.py.
 SCORERS: dict[ScorerName, Scorer] = {
     "attention": Scorer(attention, needs_attention=True),
     "value_norm": Scorer(value_norm, needs_attention=True),
@@ -141,6 +162,7 @@ SCORERS: dict[ScorerName, Scorer] = {
     "recency": Scorer(recency),
     "random": Scorer(random),
     "learned": Scorer(learned),
+    "expected_attention": Scorer(expected_attention),
 }
 
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from .aggregation import Aggregation
-from .allocation import adaptive
+from .allocation import SAFEGUARD, Ranked, joint
 from .attention import Backend
 from .cache import SlotCache
 from .config import EvictionConfig
 from .eviction import EMPTY, Limits, Pooling, pooled, protected, rescued, retained
+from .expected_attention import rotations
 from .experimental import RankTrigger
 from .protocol import LanguageModel
 from .recording import Recorder
@@ -154,9 +155,15 @@ def evicting_step(
         method.windows,
         active_B=fed_B,
         new=int(new),
+        from_mean=method.eviction is not None and method.eviction.new_token == "mean",
         end_slot=end_slot,
     )
-    view = CacheView(cache, step, aggregation)
+    rotated = None
+    if aggregation is not None and aggregation.scorer == "expected_attention":
+        rotated = rotations(
+            model, positions_BT, rows.position_B + int(new), cache.tables[0].utility_BXN.dtype
+        )
+    view = CacheView(cache, step, aggregation, rotations=rotated)
     logits_BV = None
     if tokens_BT.shape[1]:
         hidden_BTE = model(tokens_BT.clamp_min(0), positions_BT, view)
@@ -164,19 +171,31 @@ def evicting_step(
     if new:
         rows.position_B.add_(fed_B)
         rows.fed_B.logical_or_(fed_B)
-    return logits_BV, [_chosen(table, method, rows) for table in cache.tables]
+    return logits_BV, _chosen(cache, method, rows)
 
 
-def _chosen(table: Table, method: Method, rows: Rows) -> Tensor:
-    """The tokens of a table that stay when the prompt is evicted, bool [B, X, N]."""
+def _chosen(cache: SlotCache, method: Method, rows: Rows) -> list[Tensor]:
+    """The tokens that stay when the prompt is evicted, for each table a bool mask [B, X, N]."""
+    assert method.eviction is not None
+    limits = method.limits(rows)
+    sets = [_ranked(table, method, rows, limits) for table in cache.tables]
+    if method.eviction.allocation == "adaptive":
+        return [joint(of_layer, limits.number_B, SAFEGUARD) for of_layer in sets]
+    if method.eviction.allocation == "model":
+        together = Ranked._make(torch.cat(parts, dim=1) for parts in zip(*sets, strict=True))
+        return list(joint(together, limits.number_B, None).chunk(len(sets), dim=1))
+    return [retained(*of_table) for of_table in sets]
+
+
+def _ranked(table: Table, method: Method, rows: Rows, limits: Limits) -> Ranked:
+    """The sets of a table, with what decides which of their tokens stay."""
     eviction = method.eviction
     assert eviction is not None
     position_BXN, utility_BXN = table.position_BXN, table.utility_BXN
-    protected_BXN = protected(position_BXN, rows.position_B - 1, method.limits(rows))
+    protected_BXN = protected(position_BXN, rows.position_B - 1, limits)
+    ranked_BXN = utility_BXN
+    if method.pooling is not None:
+        ranked_BXN = pooled(position_BXN, utility_BXN, protected_BXN, *method.pooling)
     if eviction.rescue:
         protected_BXN = protected_BXN | rescued(position_BXN, utility_BXN, rows.prompt_B, eviction.rescue)
-    if method.pooling is not None:
-        utility_BXN = pooled(position_BXN, utility_BXN, *method.pooling)
-    if eviction.allocation == "adaptive":
-        return adaptive(position_BXN, utility_BXN, protected_BXN, table.budget_BX)
-    return retained(position_BXN, utility_BXN, protected_BXN, table.budget_BX)
+    return Ranked(position_BXN, ranked_BXN, protected_BXN, table.budget_BX)

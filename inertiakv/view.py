@@ -33,7 +33,9 @@ from .attention import (
 from .cache import LayerCache, SlotCache
 from .config import ScorerName
 from .eviction import EMPTY, Limits, Pooling, pooled, protected
+from .expected_attention import Rotations
 from .learned import LearnedScorer
+from .regions import flat, nested
 from .scorers import SCORERS, Evidence, by_set
 from .table import Table
 
@@ -83,6 +85,7 @@ class Seen(NamedTuple):
     slots_BXT: Tensor
     position_BXN: Tensor
     visible_BXTN: dict[int | None, Tensor]
+    """Of a single query."""
     blocks: dict[int | None, BlockLists]
     backend: Backend
     end_slot: int
@@ -96,6 +99,7 @@ class Scoring(NamedTuple):
     scored_B: Tensor
     coefficients: Coefficients
     learned: LearnedScorer | None
+    rotations: Rotations | None
     record: bool
 
 
@@ -123,8 +127,8 @@ def _look(table: Table, step: Pass, slots_BXT: Tensor) -> Seen:
     end_slot = slots if step.end_slot is None else step.end_slot
     filled = slots if step.backend == "flex" else min(end_slot, slots)
     position_BXN = table.position_BXN[..., :filled]
-    scorable = step.positions_BT.shape[1] == 1 or step.new is not None
-    masks = {w: visible(position_BXN, step.positions_BT, w) for w in step.windows if scorable}
+    single = step.positions_BT.shape[1] == 1
+    masks = {w: visible(position_BXN, step.positions_BT, w) for w in step.windows if single}
     lists = {
         w: block_lists(position_BXN, step.positions_BT, w) for w in step.windows if step.backend == "flex"
     }
@@ -139,11 +143,11 @@ def leave(table: Table, step: Pass) -> None:
         return
     assert step.active_B is not None
     utility_BXN = table.utility_BXN
+    protected_BXN = protected(table.position_BXN, step.positions_BT[:, -1], step.evict)
     if step.by_age:
         utility_BXN = torch.zeros_like(utility_BXN)
     elif step.pool is not None:
-        utility_BXN = pooled(table.position_BXN, utility_BXN, *step.pool)
-    protected_BXN = protected(table.position_BXN, step.positions_BT[:, -1], step.evict)
+        utility_BXN = pooled(table.position_BXN, utility_BXN, protected_BXN, *step.pool)
     table.evict_one(utility_BXN, protected_BXN, step.active_B)
 
 
@@ -152,10 +156,16 @@ class CacheView:
     asked. Masks are made once a table, for each sliding window that the model's layers have."""
 
     def __init__(
-        self, cache: SlotCache, step: Pass, aggregation: Aggregation | None = None, *, record: bool = False
+        self,
+        cache: SlotCache,
+        step: Pass,
+        aggregation: Aggregation | None = None,
+        *,
+        rotations: Rotations | None = None,
+        record: bool = False,
     ) -> None:
-        """`aggregation`: score this pass and update the utilities of rows that are active. `record`: keep the
-        layers' scores, in `scores`."""
+        """`aggregation`: score this pass and update the utilities of rows that are active. `rotations`: of
+        its queries, for the scorer `expected_attention`. `record`: keep the layers' scores, in `scores`."""
         self.layers, self.tables, self.step = cache.layers, cache.tables, step
         self.shared = cache.shape.scope == "shared"
         self.record = record
@@ -164,22 +174,25 @@ class CacheView:
         if aggregation is not None:
             assert step.active_B is not None
             self.scoring = {
-                index: Scoring(aggregation.scorer, step.active_B, scalars, aggregation.learned, record)
+                index: Scoring(
+                    aggregation.scorer, step.active_B, scalars, aggregation.learned, rotations, record
+                )
                 for index, scalars in aggregation.by_layer().items()
             }
         if self.shared:
             self.seen = enter(self.tables[0], step)
+        self.same = flat(self.seen if self.shared else step)  # for all layers
 
     def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
         """`layer(x_BTE, *args, view)` with the view of layer `index`, as a region of its own to the compiler,
         which traces and compiles layers that are alike once."""
         kv, scoring = self.layers[index], self.scoring.get(index)
         if not self.shared:
-            return _own_region(layer, kv, self.tables[index], self.step, x_BTE, args, scoring)
+            return _own_region(*self.same, *flat(layer, kv, self.tables[index], x_BTE, args, scoring))
         if scoring is None:
-            return _region(layer, kv, self.seen, x_BTE, args)
+            return _region(*self.same, *flat(layer, kv, x_BTE, args))
         utility_BXN = self.tables[0].utility_BXN[..., : self.seen.position_BXN.shape[-1]]
-        x_BTE, *scored = _scored_region(layer, kv, self.seen, x_BTE, args, utility_BXN, scoring)
+        x_BTE, *scored = _scored_region(*self.same, *flat(layer, kv, x_BTE, args, utility_BXN, scoring))
         utility_BXN.copy_(scored[0])
         if self.record:
             self.scores[index] = scored[1]
@@ -218,7 +231,7 @@ class LayerView:
         weighs = self.scoring is not None and SCORERS[self.scoring.scorer].needs_attention
         out_BHTD, weights_BGRN = self._attention(q_BHTD, k_BGND, v_BGND, window, scale, weighs)
         if self.scoring is not None:
-            self._score(self.scoring, q_BHTD, k_BGND, v_BGND, weights_BGRN)
+            self._score(self.scoring, q_BHTD, k_BGND, v_BGND, weights_BGRN, scale)
         return out_BHTD
 
     def _attention(
@@ -238,34 +251,44 @@ class LayerView:
             visible_BXN = seen.visible_BXTN[window][:, :, 0]
             out_BHD, weights = dense_step(q_BHTD[:, :, 0], k_BGND, v_BGND, visible_BXN, scale)
         elif weighs:
-            return observed(q_BHTD, k_BGND, v_BGND, seen.visible_BXTN[window], scale)
+            visible_BXTN = visible(seen.position_BXN, seen.positions_BT, window)
+            return observed(q_BHTD, k_BGND, v_BGND, visible_BXTN, scale)
         else:
             table = (seen.position_BXN, seen.positions_BT, window)
             return dense_chunk(q_BHTD, k_BGND, v_BGND, *table, scale, seen.end_slot, seen.start_slot), None
         return out_BHD[:, :, None], weights
 
     def _score(
-        self, scoring: Scoring, q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, weights_BGRN: Tensor | None
+        self,
+        scoring: Scoring,
+        q_BHTD: Tensor,
+        k_BGND: Tensor,
+        v_BGND: Tensor,
+        weights_BGRN: Tensor | None,
+        scale: float,
     ) -> None:
         assert self.utility_BXN is not None
         seen = self.seen
         held_BXN = seen.position_BXN > EMPTY
-        real_share_B = None
+        real_share_B, q_BHD = None, q_BHTD[:, :, 0]
         if q_BHTD.shape[2] > 1:
             real_BT = seen.positions_BT > EMPTY
             real_share_B = real_BT.to(self.utility_BXN.dtype).mean(-1)
-            q_BHTD = torch.where(real_BT[:, None, :, None], q_BHTD, 0.0) / real_share_B[:, None, None, None]
+            q_BHD = torch.where(real_BT[:, None, :, None], q_BHTD, 0.0).mean(2) / real_share_B[:, None, None]
         evidence = Evidence(
-            q_BHTD.mean(2) if q_BHTD.shape[2] > 1 else q_BHTD[:, :, 0],
+            q_BHD,
+            q_BHTD,
+            seen.positions_BT,
+            scale,
             k_BGND,
             v_BGND,
             weights_BGRN,
             real_share_B,
             held_BXN,
             seen.position_BXN,
-            seen.positions_BT[:, -1],
             scoring.coefficients.salt,
             scoring.learned,
+            scoring.rotations,
         )
         score_BXN = by_set(SCORERS[scoring.scorer].score(evidence), held_BXN.shape[1])
         scored_BXN = held_BXN & scoring.scored_B[:, None, None]
@@ -275,38 +298,29 @@ class LayerView:
             self.scored.append(score_BXN)
 
 
+_KINDS = (Seen, Scoring, Coefficients, Rotations, Pass, Limits, Pooling)
+
+
 @torch.compiler.nested_compile_region(**_ANY_NUMBER)
-def _region(
-    layer: Callable[..., Tensor], kv: LayerCache, seen: Seen, x_BTE: Tensor, args: tuple[Any, ...]
-) -> Tensor:
+def _region(*flat_args: Any) -> Tensor:
+    (seen,), rest = nested(flat_args, _KINDS)
+    (layer, kv, x_BTE, args), _ = nested(rest)
     return layer(x_BTE, *args, LayerView(kv, seen, None, None))
 
 
 @torch.compiler.nested_compile_region(**_ANY_NUMBER)
-def _scored_region(
-    layer: Callable[..., Tensor],
-    kv: LayerCache,
-    seen: Seen,
-    x_BTE: Tensor,
-    args: tuple[Any, ...],
-    utility_BXN: Tensor,
-    scoring: Scoring,
-) -> tuple[Tensor, ...]:
+def _scored_region(*flat_args: Any) -> tuple[Tensor, ...]:
+    (seen,), rest = nested(flat_args, _KINDS)
+    (layer, kv, x_BTE, args, utility_BXN, scoring), _ = nested(rest, _KINDS)
     view = LayerView(kv, seen, utility_BXN, scoring)
     x_BTE = layer(x_BTE, *args, view)
     return x_BTE, *view.scored
 
 
 @torch.compiler.nested_compile_region(**_ANY_NUMBER)
-def _own_region(
-    layer: Callable[..., Tensor],
-    kv: LayerCache,
-    table: Table,
-    step: Pass,
-    x_BTE: Tensor,
-    args: tuple[Any, ...],
-    scoring: Scoring | None,
-) -> Tensor:
+def _own_region(*flat_args: Any) -> Tensor:
+    (step,), rest = nested(flat_args, _KINDS)
+    (layer, kv, table, x_BTE, args, scoring), _ = nested(rest, _KINDS)
     seen = enter(table, step)
     utility_BXN = table.utility_BXN[..., : seen.position_BXN.shape[-1]]
     view = LayerView(kv, seen, utility_BXN, scoring)
