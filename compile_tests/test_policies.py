@@ -24,7 +24,7 @@ from compile_tests.tiny import (
     tiny_model,
 )
 from inertiakv import POLICIES, Decoder, EvictionConfig, policy
-from inertiakv.allocation import adaptive
+from inertiakv.allocation import SAFEGUARD, Ranked, joint
 from inertiakv.cache import bucket
 from inertiakv.eviction import Limits, protected
 
@@ -83,11 +83,10 @@ def budgets(config: EvictionConfig | None, budget: int, prompt: int) -> list[int
     if config.protect_prompt:
         return [budget + prompt] * LAYERS
     if config.allocation == "pyramid" and prompt > budget:
-        free = budget - 32  # beside the newest 32
-        fall = [2 * free - free / 20 - layer * (2 * free - free / 10) / 2 for layer in range(3)]
-        assert sum(fall) == pytest.approx(3 * free)
-        ends = [round(sum(fall[:layer])) for layer in range(4)]
-        return [32 + ends[layer + 1] - ends[layer] for layer in range(3)]
+        free, newest = budget - int(config.recent), int(config.recent)
+        most = min(2 * free - free / 20, prompt - newest)
+        ends = [0, round(most), round(most + free), 3 * free]
+        return [newest + ends[layer + 1] - ends[layer] for layer in range(3)]
     return [budget] * LAYERS
 
 
@@ -109,6 +108,8 @@ def test_every_set_keeps_its_budget_and_what_is_protected(name: str, request: Re
         by_layer = budgets(config, request.budget, prompt)
         assert stats.budgets[row] == (None if config is None else round(sum(by_layer) / LAYERS))
         wanted = [min(length, budget) for budget in by_layer]
+        joint_budget = config is not None and config.allocation in ("adaptive", "model")
+        joint_budget = joint_budget and prompt > request.budget
         counts: dict[int, list[int]] = {}
         for state in states(decoder, row):
             for layer in state.layers:
@@ -117,9 +118,12 @@ def test_every_set_keeps_its_budget_and_what_is_protected(name: str, request: Re
                 assert promised(config, request.budget, prompt, length) <= set(state.kept)
                 assert set(state.kept) <= set(range(length))
         for layer, of_sets in counts.items():
-            if name == "adakv" and prompt > request.budget:
-                assert sum(of_sets) == wanted[layer] * len(of_sets)
-                assert min(of_sets) >= max(32, request.budget // 5)
+            if joint_budget:
+                assert config is not None
+                assert min(of_sets) >= config.sinks + int(config.recent)
+                if config.allocation == "adaptive":
+                    assert sum(of_sets) == wanted[layer] * len(of_sets)
+                    assert min(of_sets) >= request.budget // 5
             else:
                 assert set(of_sets) == {wanted[layer]}
         assert stats.kept_tokens[row] == pytest.approx(sum(wanted) / LAYERS)
@@ -143,7 +147,7 @@ def test_memory_is_that_of_the_fullest_set_and_the_counts_are_those_of_the_sched
     slots = 0
     for row, length in enumerate(request.lengths):
         of_sets = budgets(config, request.budget, length)
-        if name == "adakv" and length > request.budget:
+        if name in ("adakv", "adakv_ea", "kvzip") and length > request.budget:
             of_sets = [len(state.kept) for state in states(decoder, row)]
         for budget in of_sets:
             slots = max(slots, min(budget + 1, min(budget, length + fed) + request.new_tokens + 1))
@@ -153,7 +157,7 @@ def test_memory_is_that_of_the_fullest_set_and_the_counts_are_those_of_the_sched
 
     steps = request.new_tokens - 1
     lazy = {"lazy2": 2, "lazy4": 4, "lazy8": 8, "lazy16": 16}
-    once = ("score_free", "snapkv", "pyramidkv", "adakv")
+    once = ("score_free", "snapkv", "pyramidkv", "adakv", "adakv_ea", "kvzip")
     never = ("full", "streaming_llm")
     scored = 0 if name in never else 1 if name in once else math.ceil(steps / lazy.get(name, 1))
     assert stats.refreshes == scored
@@ -248,7 +252,7 @@ def test_random_scores_are_uniform_and_differ_by_seed_layer_query_and_position()
     assert len({tuple(state.kept) for state in states(by_layer)}) == LAYERS * KV_HEADS
 
 
-@pytest.mark.parametrize("recent, spaced, least", [(0, 0, 4), (3, 3, 6), (9, 9, 18)])
+@pytest.mark.parametrize("recent, spaced, least", [(0, 0, 4), (3, 3, 9), (9, 9, 18)])
 def test_a_head_of_no_worth_keeps_its_safeguard_and_all_that_may_be_protected(
     recent: int, spaced: int, least: int
 ) -> None:
@@ -256,8 +260,9 @@ def test_a_head_of_no_worth_keeps_its_safeguard_and_all_that_may_be_protected(
     utility_BXN = torch.stack((torch.arange(40) / 1000, torch.arange(40) + 1.0))[None]
     limits = Limits(*(torch.tensor([n]) for n in (0, recent, 30, spaced)))
     protected_BXN = protected(position_BXN, torch.tensor([39]), limits)
-    # Budgets as an earlier turn left them: the safeguard is a fifth of their mean, 20.
-    keep_BXN = adaptive(position_BXN, utility_BXN, protected_BXN, torch.tensor([[2, 38]]), limits)
+    # Budgets as an earlier turn left them: a fifth of their sum is spread evenly.
+    sets = Ranked(position_BXN, utility_BXN, protected_BXN, torch.tensor([[2, 38]]))
+    keep_BXN = joint(sets, limits.number_B, SAFEGUARD)
     assert keep_BXN.sum(-1).tolist() == [[least, 40 - least]]
     assert (keep_BXN | ~protected_BXN).all()
 

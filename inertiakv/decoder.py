@@ -383,11 +383,12 @@ class Decoder:
             before_BW = self._before(self.eviction.window)
             end_slot = max(int(table.free_BX.max()) for table in cache.tables) + new
             scoring = self.aggregation if self.eviction.scores else None
-            logits_BV, keep_BXN = evicting_step(
-                self.model, cache, self.rows, self.method, scoring, before_BW, new=new, end_slot=end_slot
-            )
+            stays = self.buffers.is_decode_cache(cache)  # else its slots are not those of later steps
+            recorder = self._recorder_for(cache) if stays and new else None
+            state = (self.model, cache, self.rows, self.method, scoring, before_BW, recorder)
+            logits_BV, keep_BXN = evicting_step(*state, new=new, end_slot=end_slot)
             self._settle_budgets(keep_BXN)
-            if self.buffers.is_decode_cache(cache):
+            if stays:
                 cache.keep(keep_BXN)
             else:
                 slots = cache.slots_for(new_tokens, keep_BXN)

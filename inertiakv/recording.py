@@ -51,11 +51,9 @@ class Recorder(nn.Module):
 
     def record(self, table: Table, score_BXN: dict[int, Tensor], newest_B: Tensor) -> None:
         """Take down one step; inside the graph. Layers that are not in `score_BXN` did not score."""
-        unscored_BN = torch.full_like(self.utility_TBN[0], torch.nan)
-        layers = range(self.score_TLBN.shape[1])
-        score_LBN = torch.stack(
-            [score_BXN[layer][:, 0].float() if layer in score_BXN else unscored_BN for layer in layers]
-        )
+        score_LBN = torch.full_like(self.score_TLBN[0], torch.nan)
+        for layer, of_layer_BXN in score_BXN.items():
+            score_LBN[layer, :, : of_layer_BXN.shape[-1]] = of_layer_BXN[:, 0]
         for buffer, value in (
             (self.position_TBN, table.position_BXN[:, 0]),
             (self.utility_TBN, table.utility_BXN[:, 0].float()),

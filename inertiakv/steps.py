@@ -129,6 +129,7 @@ def evicting_step(
     method: Method,
     aggregation: Aggregation | None,
     before_BW: Tensor,
+    recorder: Recorder | None = None,
     *,
     new: bool,
     end_slot: int,
@@ -163,11 +164,13 @@ def evicting_step(
         rotated = rotations(
             model, positions_BT, rows.position_B + int(new), cache.tables[0].utility_BXN.dtype
         )
-    view = CacheView(cache, step, aggregation, rotations=rotated)
+    view = CacheView(cache, step, aggregation, rotations=rotated, record=recorder is not None)
     logits_BV = None
     if tokens_BT.shape[1]:
         hidden_BTE = model(tokens_BT.clamp_min(0), positions_BT, view)
         logits_BV = model.head(hidden_BTE[:, -1]) if new else None
+    if recorder is not None:
+        recorder.record(cache.tables[0], view.scores, positions_BT[:, -1])
     if new:
         rows.position_B.add_(fed_B)
         rows.fed_B.logical_or_(fed_B)
