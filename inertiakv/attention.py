@@ -224,10 +224,12 @@ def flex_mask(
     blocks: BlockLists, position_BXN: Tensor, query_BT: Tensor, window: int | None, group: int
 ) -> BlockMask:
     """The mask rule as a BlockMask, its `block_lists` given. `group`: query heads of a KV head."""
+    # A constant among the indices is nothing that the kernel for CUDA could be made with.
+    position_BN = position_BXN[:, 0]
     single, of_set = position_BXN.shape[1] == 1, group + _missing_heads(group, query_BT)
 
     def mask_mod(b: Tensor, h: Tensor, q_index: Tensor, slot: Tensor) -> Tensor:
-        key = position_BXN[b, 0, slot] if single else position_BXN[b, h // of_set, slot]
+        key = position_BN[b, slot] if single else position_BXN[b, h // of_set, slot]
         query = query_BT[b, q_index]
         seen = (key >= 0) & (key <= query)
         return seen if window is None else seen & (query - key < window)
