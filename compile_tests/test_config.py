@@ -219,6 +219,9 @@ def test_named_policies() -> None:
         ("single", {"aggregation": "ema"}, EvictionConfig()),
         ("cumulative", {"aggregation": "ema", "alpha": 0.5}, EvictionConfig(alpha=0.5)),
         ("inertiakv", {"coupling": "temporal"}, EvictionConfig(coupling="temporal")),
+        ("lazy4", {"scorer": "none"}, EvictionConfig(scorer="none")),
+        ("random", {"scorer": "none"}, EvictionConfig(scorer="none")),
+        ("lazy4", {"layers": [1, 0]}, EvictionConfig(refresh=4, layers=(1, 0))),
     ],
 )
 def test_policies_with_changes(name: str, changes: dict[str, Any], expected: EvictionConfig) -> None:
@@ -241,3 +244,14 @@ def test_policies_with_changes(name: str, changes: dict[str, Any], expected: Evi
 def test_changes_that_cannot_be(name: str, changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         policy(name, **changes)
+
+
+@pytest.mark.parametrize("after", ["recency", "none"])
+@pytest.mark.parametrize(
+    "name", [name for name, config in POLICIES.items() if config is not None and config.evict_at == "prompt"]
+)
+def test_rules_for_prompts_may_leave_the_answer_alone(name: str, after: str) -> None:
+    config = policy(name, after=after)
+    assert config is not None
+    assert config.after == after
+    assert not any(config.refreshes_at(step) for step in range(1, 20))

@@ -112,4 +112,18 @@ def policy(name: str, **changes: object) -> EvictionConfig | None:
         changes.setdefault("alpha", None)
     if changes.get("scorer", base.scorer) != "random":
         changes.setdefault("scorer_seed", None)
+    if changes.get("after", base.after) != "rule":
+        changes.setdefault("refresh", 1)  # nothing is scored while decoding
+    if changes.get("scorer") == "none":
+        for name in (
+            "aggregation",
+            "alpha",
+            "coupling",
+            "step_alpha",
+            "refresh",
+            "new_token",
+            "window",
+            "pool",
+        ):
+            changes.setdefault(name, getattr(EvictionConfig, name))
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
