@@ -51,6 +51,8 @@ def test_a_config_cannot_be_changed_and_can_be_a_key() -> None:
         ({"refresh": 1.5}, "refresh"),
         ({"refresh": "twice"}, "refresh"),
         ({"refresh": True}, "refresh"),
+        ({"scorer": "random", "scorer_seed": 2**63}, "scorer_seed must be at most"),
+        ({"layers": 3}, "layers must be a tuple of layers, got 3"),
         ({"sinks": -1}, "sinks must be a whole number of at least 0, got -1"),
         ({"recent": -1}, "recent"),
         ({"recent": 2.0}, r"recent, as a share of the budget, must be a number in \[0, 1\), got 2.0"),

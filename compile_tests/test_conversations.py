@@ -378,5 +378,7 @@ def test_a_prompt_that_was_evicted_or_answered_cannot_be_taken_over() -> None:
     with pytest.raises(ValueError, match="of which nothing was evicted or answered"):
         taker.take_prompt(reader)
     reader.prefill(random_prompt(30))
+    with pytest.raises(ValueError, match="cannot take a prompt over from itself"):
+        reader.take_prompt(reader)
     with pytest.raises(ValueError, match="another model"):
         decoder_for(tiny_model(5), None).take_prompt(reader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +108,7 @@ def test_compiled_is_eager(rule: EvictionConfig) -> None:
         (AdaptiveAlpha, {"aggregation": "single"}, "needs aggregation='ema'"),
         (AdaptiveAlpha, {"refresh": 4}, "needs aggregation='ema' and refresh=1"),
         (AdaptiveAlpha, {"scope": "head"}, "scope='shared'"),
+        (AdaptiveAlpha, {"evict_at": "prompt", "window": 8, "after": "none"}, "which after='none' does not"),
         (RankTrigger, {"scorer": "none"}, "a rule that scores"),
         (RankTrigger, {"threshold": 1.0}, r"threshold must be in \[0, 1\), got 1.0"),
     ],
@@ -120,3 +122,53 @@ def test_what_cannot_be(kind: Any, options: dict[str, Any], match: str) -> None:
 def test_rows_of_a_batch_do_not_share_an_alpha() -> None:
     with pytest.raises(ValueError, match="2 prompts cannot share it"):
         decoder_for(MODEL, AdaptiveAlpha(budget=20)).generate(random_prompts((30, 40)), 2)
+
+
+@pytest.mark.parametrize("layers", [(0,), (1, 0), (2,)])
+def test_alpha_is_chosen_by_the_layers_that_score(layers: tuple[int, ...]) -> None:
+    config = AdaptiveAlpha(layers=layers, coupling="temporal")
+    score_TLN = torch.rand(10, 3, 64, generator=torch.Generator().manual_seed(0))
+    scoring_TLN = score_TLN[:, sorted(layers)]
+    score_TLN[:, [layer for layer in range(3) if layer not in layers]] = torch.nan
+    alone = dataclasses.replace(config, layers=None)
+    assert config.choose(recording(score_TLN), 60) == alone.choose(recording(scoring_TLN), 60)
+
+
+def test_the_chosen_alpha_belongs_to_the_conversation(tmp_path: Path) -> None:
+    rule = AdaptiveAlpha(budget=20, warm_up=4, coupling="temporal", alpha=0.31)
+    decoder, other = decoder_for(MODEL, rule, record=9), decoder_for(MODEL, rule)
+    assert decoder.aggregation is not None
+    assert other.aggregation is not None
+    decoder.generate(random_prompt(50), 15, eos_token_ids=[])
+    assert len(decoder.recording().newest_TB) == 9
+    chosen = decoder.aggregation.alpha
+    assert chosen in ALPHAS
+    with pytest.raises(ValueError, match="2 prompts cannot share it"):
+        decoder.generate(random_prompts((30, 40)), 2)
+    decoder.save(tmp_path / "conversation")
+    other.load(tmp_path / "conversation")
+    assert decoder.aggregation.alpha == other.aggregation.alpha == chosen
+    for each in (decoder, other):
+        each.extend(random_prompt(9, seed=1))
+    tokens = [each.decode(20, eos_token_ids=[]).tokens for each in (decoder, other)]
+    assert tokens[0] == tokens[1]
+    assert decoder.aggregation.alpha == other.aggregation.alpha == chosen
+    other.load(tmp_path / "conversation")
+    other.generate(random_prompt(50), 2)
+    assert other.aggregation.alpha == 0.31
+
+
+def test_a_warm_up_that_is_cut_short_begins_anew(tmp_path: Path) -> None:
+    """By a larger cache, whose slots are others, or by `load`."""
+    rule = AdaptiveAlpha(budget=400, warm_up=4, coupling="temporal", alpha=0.31)
+    decoder, other = decoder_for(MODEL, rule), decoder_for(MODEL, rule)
+    decoder.prefill(random_prompt(122))
+    decoder.decode(5, eos_token_ids=[])
+    decoder.save(tmp_path / "conversation")
+    other.load(tmp_path / "conversation")
+    for each in (decoder, other):
+        assert each.aggregation is not None
+        each.decode(3, eos_token_ids=[])
+        assert (each.aggregation.alpha, len(each.recording().newest_TB)) == (0.31, 3)
+        each.decode(1, eos_token_ids=[])
+        assert each.aggregation.alpha in ALPHAS

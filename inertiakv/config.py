@@ -30,6 +30,8 @@ DEFAULT_ALPHA = 0.8
 MAX_BUDGET = 2**31 - 1
 """More tokens than any position can number: a budget that evicts nothing."""
 
+MAX_SEED = 2**63 - 1
+
 
 @dataclass(frozen=True)
 class EvictionConfig:
@@ -135,6 +137,8 @@ class EvictionConfig:
         _check_unit("reserve", self.reserve)
         if self.scorer_seed is not None:
             _check_int("scorer_seed", self.scorer_seed, 0)
+            if self.scorer_seed > MAX_SEED:
+                raise ValueError(f"scorer_seed must be at most {MAX_SEED}, got {self.scorer_seed}")
 
     def _resolve_budget(self) -> None:
         if self.budget is not None:
@@ -178,6 +182,9 @@ class EvictionConfig:
         if self.scope != "shared":
             self._refuse(f"scope={self.scope!r}", "layers", "coupling")
         if self.layers is not None:
+            if not isinstance(self.layers, (tuple, list)):
+                raise ValueError(f"layers must be a tuple of layers, got {self.layers!r}")
+            object.__setattr__(self, "layers", tuple(self.layers))
             if not self.layers or len(set(self.layers)) < len(self.layers):
                 raise ValueError(f"layers must be different ones, at least one, got {self.layers}")
             for layer in self.layers:

@@ -86,6 +86,8 @@ class Decoder:
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+        if isinstance(record, bool) or not isinstance(record, int) or record < 0:
+            raise ValueError(f"record must be a whole number of steps, got {record!r}")
         if record and (eviction is None or eviction.scope != "shared" or not eviction.scores):
             raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
         if repeat_prefix:
@@ -110,7 +112,7 @@ class Decoder:
         self.graphs = Graphs(compile, model.device, on_compile)
         self.buffers = Buffers(model, "shared" if eviction is None else eviction.scope)
         self._prefill = Prefill(model, self.method, self.graphs, prefill_chunk)
-        self._record = eviction.warm_up if isinstance(eviction, AdaptiveAlpha) else record
+        self._record = max(record, eviction.warm_up) if isinstance(eviction, AdaptiveAlpha) else record
         self._recorder: Recorder | None = None
         self._rows_by_batch: dict[int, Rows] = {}
         self.rows: Rows
@@ -175,6 +177,8 @@ class Decoder:
         copying their K and V: one prefill then serves several rules. Raises ValueError where `source` has
         evicted of them or has begun to answer."""
         theirs = source._conversation()
+        if source is self:
+            raise ValueError("a decoder cannot take a prompt over from itself")
         if source.model is not self.model:
             raise ValueError("the prompt belongs to another model")
         lengths = source.stats.prompt_tokens
@@ -194,28 +198,27 @@ class Decoder:
         batch, longest = len(lengths), max(lengths)
         check_positions(lengths, max_new_tokens, self.model.config.max_positions)
         budgets = Budgets(self.eviction, lengths, self.model.config.num_layers)
-        if isinstance(self.eviction, AdaptiveAlpha):
-            if batch > 1:
-                raise ValueError(f"an adaptive alpha is one row's: {batch} prompts cannot share it")
-            assert self.aggregation is not None
-            assert self.eviction.alpha is not None
-            self.aggregation.smooth(self.eviction.alpha)
+        if isinstance(self.eviction, AdaptiveAlpha) and batch > 1:
+            raise ValueError(f"an adaptive alpha is one row's: {batch} prompts cannot share it")
         slots = budgets.decode_slots(max_new_tokens)
         self._check_model()
         prompt_slots = bucket(longest + 1) if budgets.overfull else 0
         self.buffers.require(batch, prompt_slots, slots, min(longest, self._prefill.chunk))
 
         self._forget()
-        decode_cache = self.buffers.decode_cache(batch, slots)
-        self.cache = self.buffers.prompt_cache(batch, longest) if budgets.overfull else decode_cache
-        self.cache.allocate()
-        self.cache.clear()
-        for table, of_rows in zip(self.cache.tables, budgets.tables, strict=False):
-            table.budget_BX.copy_(torch.tensor(of_rows)[:, None])
-        self._overfull = budgets.overfull
-        self.rows = self._rows_for(batch)
-        self.rows.start(lengths, budgets.protection)
-        self.stats = Stats(lengths, [None if self.eviction is None else budget for budget in budgets.rows])
+        with self._whole():
+            decode_cache = self.buffers.decode_cache(batch, slots)
+            self.cache = self.buffers.prompt_cache(batch, longest) if budgets.overfull else decode_cache
+            self.cache.allocate()
+            self.cache.clear()
+            for table, of_rows in zip(self.cache.tables, budgets.tables, strict=False):
+                table.budget_BX.copy_(torch.tensor(of_rows)[:, None])
+            self._overfull = budgets.overfull
+            self.rows = self._rows_for(batch)
+            self.rows.start(lengths, budgets.protection)
+            self.stats = Stats(
+                lengths, [None if self.eviction is None else budget for budget in budgets.rows]
+            )
 
     @torch.no_grad()
     def extend(self, turns: Prompts, *, max_new_tokens: int = 0, progress: Progress | None = None) -> None:
@@ -251,6 +254,8 @@ class Decoder:
         self._stopped.clear()
         self._turn = object()
         self._turn_step = 0
+        if self._warming_up and self._recorder is not None:
+            self._recorder.start()
         if self.eviction is None or self._evicts_prompt:
             self._enter(rows, progress)
             if self._evicts_prompt:
@@ -300,6 +305,9 @@ class Decoder:
         self._turn = object()  # whose answer a stream is
         if self._recorder is not None:
             self._recorder.start()
+        self._warming_up = isinstance(self.eviction, AdaptiveAlpha)  # alpha has yet to be chosen
+        if isinstance(self.eviction, AdaptiveAlpha):
+            self._smooth(self.eviction.alpha)
         self._stopped: set[int] = set()  # rows that `stop` has ended
 
     def _conversation(self) -> SlotCache:
@@ -522,12 +530,22 @@ class Decoder:
         return Step(decoded=True, refreshed=refresh, timed=self.graphs.stats.compiled == compiled)
 
     def _adapt(self) -> None:
-        """Choose alpha at the end of a warm-up."""
-        if isinstance(self.eviction, AdaptiveAlpha) and self._turn_step == 1 + self.eviction.warm_up:
-            assert self.aggregation is not None
-            budget = self.stats.budgets[0]
-            assert budget is not None
-            self.aggregation.smooth(self.eviction.choose(self.recording(), budget))
+        """Choose alpha at the end of a warm-up: of steps in one cache, since slots move from one to the
+        next."""
+        if not self._warming_up or not isinstance(self.eviction, AdaptiveAlpha):
+            return
+        if self._turn_step <= self.eviction.warm_up:
+            return
+        recording, budget = self.recording(), self.stats.budgets[0]
+        assert budget is not None
+        if len(recording.newest_TB) >= self.eviction.warm_up:
+            self._smooth(self.eviction.choose(recording, budget))
+            self._warming_up = False
+
+    def _smooth(self, alpha: float | None) -> None:
+        assert self.aggregation is not None
+        assert alpha is not None
+        self.aggregation.smooth(alpha)
 
     def _uncount(self, steps: list[Step]) -> None:
         """Take back from the counts the last steps, which ran after every row had ended and changed

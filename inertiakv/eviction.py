@@ -93,7 +93,7 @@ def pooled(
     sorted_N, utility_N = position_N.gather(-1, order_N), utility_N.gather(-1, order_N)
     best_N, total_N, number_N = utility_N, utility_N, torch.ones_like(utility_N)
     index_N = torch.arange(position_N.shape[-1], device=position_N.device)
-    for distance in range(1, width // 2 + 1):
+    for distance in range(1, min(width // 2, len(index_N) - 1) + 1):
         # A neighbour by position is at most that far away in the order, since positions differ.
         for shift in (distance, -distance):
             at_N = (index_N + shift).clamp(0, len(index_N) - 1)

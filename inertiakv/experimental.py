@@ -49,7 +49,10 @@ class AdaptiveAlpha(EvictionConfig):
 
     def choose(self, recording: Recording, budget: int) -> float:
         """The alpha for the one row of a recorded warm-up."""
-        score_TLN, position_TN = recording.score_TLBN[:, :, 0], recording.position_TBN[:, 0]
+        position_TN = recording.position_TBN[: self.warm_up, 0]
+        score_TLN = recording.score_TLBN[: self.warm_up, :, 0]
+        if self.layers is not None:
+            score_TLN = score_TLN[:, sorted(self.layers)]
         best_TLN = _better_half(score_TLN, position_TN[:, None], budget)
         best_TN = _better_half(score_TLN.nanmean(1), position_TN, budget)
         pairs = torch.combinations(torch.arange(best_TLN.shape[1]), 2)
@@ -94,6 +97,8 @@ class RankTrigger(EvictionConfig):
 def _check_shared(config: EvictionConfig) -> None:
     if config.scope != "shared" or not config.scores:
         raise ValueError("this needs a rule that scores, for one set of all layers (scope='shared')")
+    if config.after != "rule":
+        raise ValueError(f"this scores while decoding, which after={config.after!r} does not")
 
 
 def _better_half(value_N: Tensor, position_N: Tensor, budget: Tensor | int) -> Tensor:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .cache import SlotCache
+from .experimental import AdaptiveAlpha
 from .results import Seconds, Stats
 from .rows import Rows
 
@@ -41,6 +42,7 @@ def save(decoder: Decoder, path: str | Path) -> None:
         "tokens": decoder._tokens,
         "turn_step": decoder._turn_step,
         "stopped": sorted(decoder._stopped),
+        "alpha": _chosen_alpha(decoder),
         "stats": stats,
     }
     save_file(
@@ -110,6 +112,17 @@ def _restore(decoder: Decoder, state: dict[str, Any], tensors: dict[str, torch.T
     decoder.cache, decoder.rows, decoder._logits_BV = cache, rows, tensors.get("logits")
     decoder._overfull, decoder._turn_step = state["overfull"], state["turn_step"]
     decoder._tokens, decoder._stopped = state["tokens"], set(state["stopped"])
+    if decoder._warming_up and state.get("alpha") is not None:
+        decoder._smooth(state["alpha"])
+        decoder._warming_up = False
+
+
+def _chosen_alpha(decoder: Decoder) -> float | None:
+    """What `AdaptiveAlpha` has chosen in this conversation; a warm-up that has not ended begins anew."""
+    if not isinstance(decoder.eviction, AdaptiveAlpha) or decoder._warming_up:
+        return None
+    assert decoder.aggregation is not None
+    return decoder.aggregation.alpha
 
 
 def _identity(decoder: Decoder) -> dict[str, Any]:
