@@ -177,8 +177,6 @@ class EvictionConfig:
             self._refuse("pool=1", "pool_by", "pool_at")
 
     def _check_sets(self) -> None:
-        if self.layers is not None:
-            object.__setattr__(self, "layers", tuple(self.layers))
         if self.scope != "shared":
             self._refuse(f"scope={self.scope!r}", "layers", "coupling")
         if self.layers is not None:

@@ -66,6 +66,8 @@ class Evidence(NamedTuple):
 def attention(e: Evidence) -> Tensor:
     """Mean over query heads of the attention on each token (arXiv 2609.03515, the default; TOVA, H2O, SnapKV
     use it, too)."""
+    if e.seen_BXN.shape[1] == 1:  # of all heads at once, which is one kernel with what follows
+        return e.mean(e.weights.flatten(1, 2)[:, None])
     return e.mean(e.weights)
 
 
@@ -73,7 +75,7 @@ def value_norm(e: Evidence) -> Tensor:
     """Attention times the norm of the token's value, over the mean norm in its head (arXiv 2609.03515; VATP,
     arXiv 2406.12335)."""
     norm_BGN = _norm(e.v_BGND)
-    return attention(e) * (norm_BGN / _mean_seen(norm_BGN, e.seen_BXN))
+    return e.mean(e.weights) * (norm_BGN / _mean_seen(norm_BGN, e.seen_BXN))
 
 
 def entropy(e: Evidence) -> Tensor:
