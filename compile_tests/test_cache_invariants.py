@@ -107,7 +107,7 @@ class Sequence:
             table.insert(slots, positions_BT)
         for index, layer in enumerate(self.cache.layers):
             k_BTGD = torch.stack([encode(row, index, positions_BT[row]) for row in self.rows])
-            slots = slots_BXT[min(index, len(slots_BXT) - 1)]
+            slots = slots_BXT[self.cache.table_index(index)]
             layer.write(slots, k_BTGD.transpose(1, 2), -k_BTGD.transpose(1, 2))
 
     def score(self) -> None:
@@ -323,7 +323,7 @@ def test_what_lies_in_unused_slots_never_matters(
     sequence.move(bucket(int(sequence.cache.most_B.max()) + queries))
     clean, dirty = sequence.cache, copy.deepcopy(sequence.cache)
     for index, layer in enumerate(dirty.layers):
-        table = dirty.tables[min(index, len(dirty.tables) - 1)]
+        table = dirty.tables[dirty.table_index(index)]
         unused_BGN = (table.position_BXN < 0).expand(-1, HEADS, -1)
         # A chunk of queries only ever meets caches that were cleared, or filled from others.
         layer.k_BGND[unused_BGN] = torch.nan if queries == 1 else 1e30

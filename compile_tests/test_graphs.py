@@ -111,6 +111,11 @@ def test_flex_and_dense_agree_compiled(heads: int, kv_heads: int, windows: list[
     assert runs["flex"].stats.graphs.compiled == 4  # and two lengths of prompt chunks
 
 
+def tokens_of(model: torch.nn.Module, *, compile: bool) -> list[list[int]]:
+    decoder = Decoder(model, EvictionConfig(budget=30, refresh="once"), compile=compile)
+    return decoder.generate(random_prompts((50,)), 6, eos_token_ids=[]).tokens
+
+
 @pytest.mark.slow
 def test_layers_that_are_all_unlike_can_be_compiled() -> None:
     class Unlike(torch.nn.Module):
@@ -123,13 +128,7 @@ def test_layers_that_are_all_unlike_can_be_compiled() -> None:
 
     model = tiny_model(layers=10, dtype=torch.float32)
     model.layers = torch.nn.ModuleList(Unlike(layer, index) for index, layer in enumerate(model.layers))
-    tokens = [
-        Decoder(model, EvictionConfig(budget=30, refresh="once"), compile=compile)
-        .generate(random_prompts((50,)), 6, eos_token_ids=[])
-        .tokens
-        for compile in (True, False)
-    ]
-    assert tokens[0] == tokens[1]
+    assert tokens_of(model, compile=True) == tokens_of(model, compile=False)
 
 
 def tie(layer: torch.nn.Module) -> None:
@@ -151,13 +150,7 @@ def test_layers_may_be_tied_within_themselves_all_alike() -> None:
     model = tiny_model(layers=3, dtype=torch.float32)
     for layer in model.layers:
         tie(layer)
-    tokens = [
-        Decoder(model, EvictionConfig(budget=30, refresh="once"), compile=compile)
-        .generate(random_prompts((50,)), 6, eos_token_ids=[])
-        .tokens
-        for compile in (True, False)
-    ]
-    assert tokens[0] == tokens[1]
+    assert tokens_of(model, compile=True) == tokens_of(model, compile=False)
 
 
 def test_the_first_token_does_not_wait_for_the_compiler(model: Transformer) -> None:

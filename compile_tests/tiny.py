@@ -168,7 +168,7 @@ def spoil_unused_slots(decoder: Decoder) -> None:
     cache = decoder.cache
     assert cache is not None
     for index, layer in enumerate(cache.layers):
-        table = cache.tables[min(index, len(cache.tables) - 1)]
+        table = cache.tables[cache.table_index(index)]
         unused_BGN = (table.position_BXN < 0).expand(-1, layer.k_BGND.shape[1], -1)
         layer.k_BGND[unused_BGN] = torch.nan
         layer.v_BGND[unused_BGN] = 1e30

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from .allocation import pyramid
 from .cache import bucket
 from .config import MAX_BUDGET, EvictionConfig
+from .table import Table
 
 
 class Budgets:
@@ -45,12 +49,23 @@ class Budgets:
 
     def decode_slots(self, new_tokens: int) -> int:
         """Slots of a decode cache to which `new_tokens` are fed, where heads do not share their budgets."""
-        return bucket(
-            max(
-                min(budget, length) + new_tokens + 1
-                if self._grows
-                else min(budget + 1, length + new_tokens + 1)
-                for table in self.tables
-                for length, budget in zip(self._lengths, table, strict=True)
-            )
-        )
+        beyond = new_tokens if self._grows else 0
+        used = [
+            min(budget + beyond, length + new_tokens)
+            for table in self.tables
+            for length, budget in zip(self._lengths, table, strict=True)
+        ]
+        return bucket(max(used) + 1)
+
+
+def settle(eviction: EvictionConfig, tables: Sequence[Table], keep_BXN: Sequence[Tensor]) -> None:
+    """Once it is known what stays of a prompt: the budgets that hold from now on, where the rule does not
+    leave them as they were."""
+    if eviction.allocation in ("adaptive", "model"):
+        spare_B = torch.stack([(table.budget_BX - table.count_BX).sum(-1) for table in tables]).sum(0)
+        for table, kept_BXN in zip(tables, keep_BXN, strict=True):
+            budget_BX = torch.where(spare_B[:, None] < 0, kept_BXN.sum(-1), table.budget_BX)
+            table.budget_BX.copy_(budget_BX)
+    if eviction.after == "none":
+        for table in tables:
+            table.budget_BX.fill_(MAX_BUDGET)

@@ -127,6 +127,10 @@ class SlotCache(nn.Module):
         if allocate:
             self.allocate()
 
+    def table_index(self, layer: int) -> int:
+        """Which of the tables is that of a layer."""
+        return 0 if self.shape.scope == "shared" else layer
+
     def allocate(self) -> None:
         """Give every layer its memory, where it has none."""
         for layer in self.layers:
@@ -155,6 +159,11 @@ class SlotCache(nn.Module):
         over = [(table.count_BX > table.budget_BX).any(-1) for table in self.tables]
         return torch.stack(over).any(0)
 
+    @property
+    def filled(self) -> int:
+        """No slot from here on holds a token, in a cache that was filled from its first slot on."""
+        return int(torch.stack([table.free_BX.max() for table in self.tables]).max())
+
     def slots_for(self, new_tokens: int, keep_BXN: Sequence[Tensor] | None = None) -> int:
         """Slots to allocate for these tokens, or those marked, and `new_tokens` more: never more than a set's
         budget and one."""
@@ -177,11 +186,6 @@ class SlotCache(nn.Module):
         """Masks that mark all tokens, as `take_from` wants them."""
         return [table.position_BXN > EMPTY for table in self.tables]
 
-    def insert(self, slots_BT: Tensor, positions_BT: Tensor) -> None:
-        """Enter tokens into all sets, at the same slots."""
-        for table in self.tables:
-            table.insert(slots_BT[:, None].expand(-1, self.shape.sets, -1), positions_BT)
-
     def keep(self, keep_BXN: Sequence[Tensor]) -> None:
         """Evict all tokens but those marked in each table, in place."""
         for table, kept_BXN in zip(self.tables, keep_BXN, strict=True):
@@ -199,18 +203,17 @@ class SlotCache(nn.Module):
 
     def take_from(self, source: SlotCache, keep_BXN: Sequence[Tensor], *, release: bool) -> None:
         """Become a copy of the tokens that the masks mark in `source`, a mask for each table of this cache,
-        oldest first, with their utilities and budgets. `source` may have fewer sets.
+        oldest first, with their utilities and budgets.
 
         Layer by layer, allocating here what has no memory yet and giving back the source's with `release`:
         then no more than one layer of this cache is ever held beside the source.
         """
         moved: list[tuple[Tensor, list[list[int]]]] = []
-        for index, (mine_table, kept_BXN) in enumerate(zip(self.tables, keep_BXN, strict=True)):
-            its_source = source.tables[min(index, len(source.tables) - 1)]
-            slots_BXK, count_BX = mine_table.take_from(its_source, kept_BXN)
+        for mine_table, their_table, kept_BXN in zip(self.tables, source.tables, keep_BXN, strict=True):
+            slots_BXK, count_BX = mine_table.take_from(their_table, kept_BXN)
             moved.append((slots_BXK, count_BX.tolist()))
         for index, (mine, theirs) in enumerate(zip(self.layers, source.layers, strict=True)):
             mine.allocate()
-            mine.fill_from(theirs, *moved[min(index, len(moved) - 1)])
+            mine.fill_from(theirs, *moved[self.table_index(index)])
             if release:
                 theirs.release()

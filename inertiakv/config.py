@@ -32,6 +32,12 @@ MAX_BUDGET = 2**31 - 1
 
 MAX_SEED = 2**63 - 1
 
+OF_SCORES = (
+    *("aggregation", "alpha", "coupling", "step_alpha", "refresh", "new_token"),
+    *("window", "pool", "pool_by", "pool_at", "rescue", "layers"),
+)
+"""Options that say what becomes of scores, and have no effect where nothing is scored."""
+
 
 @dataclass(frozen=True)
 class EvictionConfig:
@@ -152,9 +158,7 @@ class EvictionConfig:
 
     def _resolve_smoothing(self) -> None:
         if self.scorer == "none":
-            self._refuse(
-                "scorer='none'", "aggregation", "alpha", "coupling", "step_alpha", "refresh", "new_token"
-            )
+            self._refuse("scorer='none'", *OF_SCORES)
         elif self.aggregation == "ema":
             if self.alpha is None:
                 object.__setattr__(self, "alpha", DEFAULT_ALPHA)
@@ -171,8 +175,6 @@ class EvictionConfig:
             self._refuse(f"scorer={self.scorer!r}", "scorer_seed")
         elif self.scorer_seed is None:
             object.__setattr__(self, "scorer_seed", 0)
-        if self.scorer == "none":
-            self._refuse("scorer='none'", "window", "pool", "pool_by", "pool_at", "rescue", "layers")
         if self.pool == 1:
             self._refuse("pool=1", "pool_by", "pool_at")
 
@@ -237,6 +239,11 @@ class EvictionConfig:
     @property
     def scores(self) -> bool:
         return self.scorer != "none"
+
+    @property
+    def scores_one_set(self) -> bool:
+        """Whether it scores, for one retention set of all layers."""
+        return self.scores and self.scope == "shared"
 
     def budget_for(self, prompt_tokens: int) -> int:
         """Tokens a row with this prompt keeps: floor((1 - compression) * prompt_tokens), at least 1; on

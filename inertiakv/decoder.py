@@ -19,10 +19,10 @@ from torch import Tensor
 from . import saved
 from .aggregation import Aggregation
 from .attention import choose_backend
-from .budgets import Budgets
+from .budgets import Budgets, settle
 from .buffers import Buffers
 from .cache import SlotCache, bucket
-from .config import MAX_BUDGET, EvictionConfig
+from .config import EvictionConfig
 from .expected_attention import check_rotary
 from .experimental import AdaptiveAlpha
 from .graphs import Graphs, check_ties
@@ -88,7 +88,7 @@ class Decoder:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
         if isinstance(record, bool) or not isinstance(record, int) or record < 0:
             raise ValueError(f"record must be a whole number of steps, got {record!r}")
-        if record and (eviction is None or eviction.scope != "shared" or not eviction.scores):
+        if record and (eviction is None or not eviction.scores_one_set):
             raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
         if repeat_prefix:
             if eviction is None or eviction.scorer != "reconstruction":
@@ -227,8 +227,8 @@ class Decoder:
 
         What was generated belongs to the conversation, its last token, too. The turn attends over what the
         cache has kept. Its last token is the first step of a new refresh schedule: it scores, and then each
-        row is evicted to the budget that its prompt gave it. Raises ValueError as `generate` does, and before
-        any prompt.
+        row is evicted to the budget that its prompt gave it, or with `after="none"` not at all. Raises
+        ValueError as `generate` does, and before any prompt.
         """
         rows = to_rows(turns, self.model.config.vocab_size, what="turn")
         cache = self._conversation()
@@ -389,13 +389,13 @@ class Decoder:
         cache = self._conversation()
         with self._timed("first_step"):
             before_BW = self._before(self.eviction.window)
-            end_slot = max(int(table.free_BX.max()) for table in cache.tables) + new
+            end_slot = cache.filled + new
             scoring = self.aggregation if self.eviction.scores else None
             stays = self.buffers.is_decode_cache(cache)  # else its slots are not those of later steps
             recorder = self._recorder_for(cache) if stays and new else None
             state = (self.model, cache, self.rows, self.method, scoring, before_BW, recorder)
             logits_BV, keep_BXN = evicting_step(*state, new=new, end_slot=end_slot)
-            self._settle_budgets(keep_BXN)
+            settle(self.eviction, cache.tables, keep_BXN)
             if stays:
                 cache.keep(keep_BXN)
             else:
@@ -405,19 +405,6 @@ class Decoder:
         self._overfull = False
         self._turn_step += new
         self.stats.refreshes += scoring is not None
-
-    def _settle_budgets(self, keep_BXN: Sequence[Tensor]) -> None:
-        """The budgets that hold from now on, where the rule does not leave them as they were."""
-        assert self.eviction is not None
-        tables = self._conversation().tables
-        if self.eviction.allocation in ("adaptive", "model"):
-            spare_B = torch.stack([(table.budget_BX - table.count_BX).sum(-1) for table in tables]).sum(0)
-            for table, kept_BXN in zip(tables, keep_BXN, strict=True):
-                budget_BX = torch.where(spare_B[:, None] < 0, kept_BXN.sum(-1), table.budget_BX)
-                table.budget_BX.copy_(budget_BX)
-        if self.eviction.after == "none":
-            for table in tables:
-                table.budget_BX.fill_(MAX_BUDGET)
 
     def _before(self, window: int) -> Tensor:
         """The last `window` tokens of each row's prompt or turn, [B, W], -1 before the first of a shorter
@@ -590,11 +577,10 @@ class Decoder:
         return recorder.recording()
 
     def _recorder_for(self, cache: SlotCache) -> Recorder | None:
+        shape = cache.shape
         if self._record and (
-            self._recorder is None
-            or self._recorder.position_TBN.shape[1:] != cache.tables[0].position_BXN[:, 0].shape
+            self._recorder is None or self._recorder.position_TBN.shape[1:] != (shape.batch, shape.slots)
         ):
-            shape = cache.shape
             self._recorder = Recorder(self._record, shape.layers, shape.batch, shape.slots, cache.device)
         return self._recorder
 

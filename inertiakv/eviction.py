@@ -18,7 +18,8 @@ from torch import Tensor
 EMPTY = -1
 """Position of a slot that holds no token."""
 
-_NO_POSITION = torch.iinfo(torch.int32).max
+NO_POSITION = torch.iinfo(torch.int32).max
+"""Newer than every position."""
 
 
 class Limits(NamedTuple):
@@ -64,7 +65,7 @@ def next_slot(position_N: Tensor, utility_N: Tensor, protected_N: Tensor, budget
     candidate_N = torch.where(room_1, ~occupied_N, occupied_N & ~protected_N)
     cost_N = torch.where(candidate_N & occupied_N, utility_N, torch.inf)
     lowest_N = candidate_N & (cost_N == cost_N.amin(-1, keepdim=True))
-    return torch.where(lowest_N, position_N, _NO_POSITION).argmin(-1)
+    return torch.where(lowest_N, position_N, NO_POSITION).argmin(-1)
 
 
 def retained(position_N: Tensor, utility_N: Tensor, protected_N: Tensor, budget: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ def pooled(
     before its window alone)."""
     position_N = torch.where(protected_N, EMPTY, position_N)
     occupied_N = position_N > EMPTY
-    order_N = torch.where(occupied_N, position_N, _NO_POSITION).argsort(-1)
+    order_N = torch.where(occupied_N, position_N, NO_POSITION).argsort(-1)
     sorted_N, utility_N = position_N.gather(-1, order_N), utility_N.gather(-1, order_N)
     best_N, total_N, number_N = utility_N, utility_N, torch.ones_like(utility_N)
     index_N = torch.arange(position_N.shape[-1], device=position_N.device)

@@ -95,7 +95,7 @@ class RankTrigger(EvictionConfig):
 
 
 def _check_shared(config: EvictionConfig) -> None:
-    if config.scope != "shared" or not config.scores:
+    if not config.scores_one_set:
         raise ValueError("this needs a rule that scores, for one set of all layers (scope='shared')")
     if config.after != "rule":
         raise ValueError(f"this scores while decoding, which after={config.after!r} does not")

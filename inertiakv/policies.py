@@ -15,20 +15,20 @@ All run under one protocol, in which some differ from their papers:
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from .config import EvictionConfig, check_choice
+from .config import OF_SCORES, EvictionConfig, check_choice
 
+# What rules for prompts have in common.
+_PROMPT: dict[str, Any] = {
+    "scope": "head",
+    "aggregation": "single",
+    "refresh": "once",
+    "evict_at": "prompt",
+}
 # The last 32 prompt queries, max pooling over 7 positions: the paper's setting for LongBench. It sums over
 # the queries, here it is the mean: the order is the same.
-_SNAPKV = EvictionConfig(
-    scope="head",
-    aggregation="single",
-    refresh="once",
-    evict_at="prompt",
-    window=32,
-    recent=32,
-    pool=7,
-)
+_SNAPKV = EvictionConfig(**_PROMPT, window=32, recent=32, pool=7)
 
 POLICIES: dict[str, EvictionConfig | None] = {
     "full": None,
@@ -65,28 +65,13 @@ POLICIES: dict[str, EvictionConfig | None] = {
     # AdaKV with the scores of arXiv 2510.00636. That paper takes all of the prompt's queries, here it is the
     # last 512: all of them would be a second prefill.
     "adakv_ea": EvictionConfig(
-        scope="head",
-        scorer="expected_attention",
-        aggregation="single",
-        refresh="once",
-        evict_at="prompt",
-        window=512,
-        sinks=4,
-        allocation="adaptive",
+        **_PROMPT, scorer="expected_attention", window=512, sinks=4, allocation="adaptive"
     ),
     # arXiv 2505.23416, at the cost of several prefills, and of memory: see `EvictionConfig.allocation`. The
     # paper asks for the repetition, in words: `Decoder(repeat_prefix=...)`. It keeps the system prompt, here
     # it is four sinks, and evicts nothing while decoding. `allocation="uniform"` gives each head the same,
     # which the paper offers, too.
-    "kvzip": EvictionConfig(
-        scope="head",
-        scorer="reconstruction",
-        aggregation="single",
-        refresh="once",
-        evict_at="prompt",
-        sinks=4,
-        allocation="model",
-    ),
+    "kvzip": EvictionConfig(**_PROMPT, scorer="reconstruction", sinks=4, allocation="model"),
 }
 """The named policies. `None`, the full cache, keeps every token."""
 
@@ -115,15 +100,6 @@ def policy(name: str, **changes: object) -> EvictionConfig | None:
     if changes.get("after", base.after) != "rule":
         changes.setdefault("refresh", 1)  # nothing is scored while decoding
     if changes.get("scorer") == "none":
-        for name in (
-            "aggregation",
-            "alpha",
-            "coupling",
-            "step_alpha",
-            "refresh",
-            "new_token",
-            "window",
-            "pool",
-        ):
-            changes.setdefault(name, getattr(EvictionConfig, name))
+        for option in OF_SCORES:
+            changes.setdefault(option, getattr(EvictionConfig, option))
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]

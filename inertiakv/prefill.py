@@ -53,7 +53,8 @@ class Prefill:
         for index, row in enumerate(rows):
             token_BT[index, : len(row)] = torch.tensor(row, dtype=torch.int64)
 
-        even = min(slots) == max(slots) and all(bool((t.count_BX == slots[0]).all()) for t in cache.tables)
+        # `slots` come after each row's fullest set: a mean that is as large says that all sets are.
+        even = min(slots) == max(slots) and bool((cache.mean_B == slots[0]).all())
         last_BE: Tensor | None = None
         for start in range(0, longest, self.chunk):
             width = min(self.chunk, longest - start)

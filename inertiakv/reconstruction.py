@@ -66,7 +66,7 @@ def reconstruct(
 
     `prefix`: token ids before every repetition, an instruction say. `sinks`: positions that are not evicted.
     """
-    filled = max(int(table.free_BX.max()) for table in cache.tables)
+    filled = cache.filled
     even = all(bool((table.count_BX == filled).all()) for table in cache.tables)
     length_B = torch.tensor([len(row) for row in tokens], device=cache.device)
     for start in range(0, int(length_B.max()), CHUNK):
@@ -104,7 +104,7 @@ class RepetitionView:
         self.coefficients = aggregation.by_layer()
 
     def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
-        table = self.cache.tables[min(index, len(self.cache.tables) - 1)]
+        table = self.cache.tables[self.cache.table_index(index)]
         view = LayerView(self.repetition, self.cache.layers[index], table, self.coefficients.get(index))
         return layer(x_BTE, *args, view)
 

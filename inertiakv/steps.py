@@ -129,7 +129,7 @@ def evicting_step(
     method: Method,
     aggregation: Aggregation | None,
     before_BW: Tensor,
-    recorder: Recorder | None = None,
+    recorder: Recorder | None,
     *,
     new: bool,
     end_slot: int,

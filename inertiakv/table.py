@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .eviction import EMPTY, next_slot
+from .eviction import EMPTY, NO_POSITION, next_slot
 
 
 class Table(nn.Module):
@@ -78,23 +78,20 @@ class Table(nn.Module):
 
     def take_from(self, source: Table, keep_BXN: Tensor) -> tuple[Tensor, Tensor]:
         """Hold the tokens that `keep_BXN` marks in `source`, oldest first, with their utilities and budgets.
-        `source` may have one set where this table has more. Returns the slots that they had, [B, X, K], of
-        which the first count_BX mean anything, and count_BX."""
-        assert keep_BXN.shape[1] == self.position_BXN.shape[1]
-        sets = keep_BXN.shape[1]
+        Returns the slots that they had, [B, X, K], of which the first count_BX mean anything, and
+        count_BX."""
         count_BX = keep_BXN.sum(-1)
         kept = int(count_BX.max())
         assert kept < self.position_BXN.shape[-1], (
             f"{kept} tokens and a next one in {self.position_BXN.shape}"
         )
-        position_BXN = source.position_BXN.expand(-1, sets, -1)
-        age_BXN = torch.where(keep_BXN, position_BXN, torch.iinfo(torch.int32).max)
+        position_BXN, utility_BXN = source.position_BXN, source.utility_BXN
+        age_BXN = torch.where(keep_BXN, position_BXN, NO_POSITION)
         slots_BXK = age_BXN.argsort(-1)[..., :kept]
         real_BXK = torch.arange(kept, device=keep_BXN.device) < count_BX[..., None]
 
         self.position_BXN.fill_(EMPTY)
         self.position_BXN[..., :kept] = torch.where(real_BXK, position_BXN.gather(-1, slots_BXK), EMPTY)
-        utility_BXN = source.utility_BXN.expand(-1, sets, -1)
         self.utility_BXN.zero_()
         self.utility_BXN[..., :kept] = torch.where(real_BXK, utility_BXN.gather(-1, slots_BXK), 0.0)
         self.free_BX.copy_(count_BX)

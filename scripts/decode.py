@@ -29,7 +29,7 @@ from inertiakv import POLICIES, Decoder, EvictionConfig, Sampling, StopStrings, 
 from models import load_model
 from scripts.cli import options, prompts
 from scripts.cli.console import Answer, LiveAnswer, PrefillBar, say
-from scripts.cli.machine import check_device, loading
+from scripts.cli.machine import ModelOptions, check_device, loading
 from scripts.cli.report import Run, agreement, summary
 
 DEFAULT_NEW_TOKENS = 256
@@ -38,7 +38,6 @@ BOTH_POLICIES = ("compression", "budget", "sinks", "recent")
 
 Text = Annotated[str | None, tyro.conf.arg(help_behavior_hint="")]
 File = Annotated[Path | None, tyro.conf.arg(help_behavior_hint="")]
-Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 _POLICY = tyro.extras.literal_type_from_choices(tuple(POLICIES))
 
 EvictionOptions = options.partial(
@@ -63,7 +62,7 @@ class PromptOptions:
     """Several prompts, answered as one batch: {"prompt": TEXT} or {"messages": [...]} in each line."""
     system: Text = None
     """A system message before each prompt."""
-    raw: Switch = False
+    raw: options.Switch = False
     """Give the model the text as it is, without the chat template."""
 
 
@@ -97,17 +96,11 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True)
-class MachineOptions:
+class MachineOptions(ModelOptions):
     """What computes, and how."""
 
-    model: str = "smollm2-135m"
-    """A folder, a name on the Hugging Face hub, or smollm2-135m."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
-    """auto: as the checkpoint has it."""
     quantize: Annotated[Literal["int8"] | None, tyro.conf.arg(help_behavior_hint="")] = None
     """Weights of linear layers as int8, half of bfloat16's bytes. Needs torchao."""
-    device: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: cuda, or else cpu)")] = None
-    """cpu, cuda, cuda:1, ..."""
     attention: Literal["auto", "dense", "flex"] = "auto"
     """auto: the faster one on the device."""
     compile: bool = True
@@ -120,7 +113,7 @@ class OutputOptions:
 
     stream: Annotated[bool | None, tyro.conf.arg(help_behavior_hint="(default: stream one prompt's)")] = None
     """Print an answer as it comes."""
-    json: Switch = False
+    json: options.Switch = False
     """Print one JSON object with the answers and every number, and nothing else, to stdout."""
 
 

@@ -73,7 +73,7 @@ class RunOptions:
 
     steps: int = 64
     """Decode steps, each of which feeds a token. An answer may end sooner."""
-    ignore_eos: decode.Switch = False
+    ignore_eos: options.Switch = False
     """Go on where an answer ends."""
 
 
@@ -91,9 +91,9 @@ class OutputOptions:
 
     out: decode.File = None
     """A folder for trace.json, tables.md, text.html and, where matplotlib is installed, plots."""
-    show: decode.Switch = False
+    show: options.Switch = False
     """Print the text as each policy keeps it, too; in colours on a terminal, unless NO_COLOR is set."""
-    json: decode.Switch = False
+    json: options.Switch = False
     """Print what trace.json says, and nothing else, to stdout."""
 
 

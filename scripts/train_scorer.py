@@ -27,7 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -41,15 +41,13 @@ from models import Transformer, load_model
 from models.encoding import encode_text
 from scripts.cli import options
 from scripts.cli.console import say
-from scripts.cli.machine import check_device, loading
+from scripts.cli.machine import ModelOptions, check_device, loading
 from scripts.cli.prompts import read_text
 from scripts.training.distill import Distillation, Quality, Recipe
 
 LEAST_LENGTH = 32
 SAVE_EVERY = 10
 """Steps between checkpoints."""
-
-Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 
 
 @dataclass(frozen=True)
@@ -77,20 +75,13 @@ class TrainingOptions:
     falls to nothing along a cosine."""
     seed: int = 0
     """Of everything random."""
-    resume: Switch = False
+    resume: options.Switch = False
     """Go on with a run of the same options that was broken off."""
 
 
 @dataclass(frozen=True)
-class MachineOptions:
+class MachineOptions(ModelOptions):
     """Whose attention is learned, and what computes."""
-
-    model: str = "smollm2-135m"
-    """A folder, a name on the Hugging Face hub, or smollm2-135m."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
-    """auto: as the checkpoint has it."""
-    device: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: cuda, or else cpu)")] = None
-    """cpu, cuda, cuda:1, ..."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ class OutputOptions:
 
     out: Path = Path("scorer.safetensors")
     """The scorer's file; its settings are written beside it, as .json."""
-    json: Switch = False
+    json: options.Switch = False
     """Print the settings and results as one JSON object, and nothing else, to stdout."""
 
 

@@ -1,11 +1,26 @@
-"""The device and the model that a script was told to use, and what can be wrong with them."""
+"""The device and the model that a script is told to use, and what can be wrong with them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
+import tyro
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and what computes."""
+
+    model: str = "smollm2-135m"
+    """A folder, a name on the Hugging Face hub, or smollm2-135m."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
+    """auto: as the checkpoint has it."""
+    device: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: cuda, or else cpu)")] = None
+    """cpu, cuda, cuda:1, ..."""
 
 
 def check_device(name: str | None) -> None:

@@ -17,6 +17,9 @@ import tyro
 
 T = TypeVar("T")
 
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
+"""An option that is given or not."""
+
 
 def partial(cls: type, doc: str, default: str = "") -> type:
     """A dataclass with the fields of another one, all of them optional: None is not given. `doc` heads them

@@ -83,7 +83,7 @@ def _changed(kept: dict[str, Any], **changes: Any) -> EvictionConfig:
 
 def _recordable(label: object, name: str, changes: dict[str, Any]) -> EvictionConfig:
     config = policy(name, **changes)
-    if config is None or config.scope != "shared" or not config.scores:
+    if config is None or not config.scores_one_set:
         raise ValueError(
             f"{label!r} cannot be traced: only rules that score, for one retention set of all layers, can"
         )
