@@ -18,12 +18,17 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message], origin: str = "these messages") -> list[int]:
     """Token ids of a chat by the tokenizer's template, up to where the answer begins."""
+    return encode_text(tokenizer, chat_text(tokenizer, messages, origin))
+
+
+def chat_text(tokenizer: Any, messages: Sequence[Message], origin: str = "these messages") -> str:
+    """The text of a chat by the tokenizer's template, up to where the answer begins."""
     if not tokenizer.chat_template:
         raise ValueError("this model's tokenizer has no chat template; use --raw for the text as it is")
     from jinja2 import TemplateError
 
     try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        text: str = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     except TemplateError as error:
         raise ValueError(f"the chat template does not take {origin}: {error}") from error
-    return encode_text(tokenizer, text)
+    return text

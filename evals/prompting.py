@@ -1,0 +1,45 @@
+"""From a sample to the token ids that a model is fed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from models.encoding import chat_text, encode_text
+
+Template = Literal["chat", "none"]
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """How prompts are put to one model. `template`: `chat` for the tokenizer's own chat template, `none` for
+    the text as it is. The answer prefix comes after the template: it begins the model's turn."""
+
+    tokenizer: Any
+    template: Template
+
+    def __post_init__(self) -> None:
+        if self.template == "chat" and not self.tokenizer.chat_template:
+            raise ValueError("this model's tokenizer has no chat template: give --template none")
+
+    def encode(self, prompt: str, answer_prefix: str = "") -> list[int]:
+        """Token ids, with exactly one BOS where the tokenizer puts one."""
+        if self.template == "chat":
+            prompt = chat_text(self.tokenizer, [{"role": "user", "content": prompt}])
+        return encode_text(self.tokenizer, prompt + answer_prefix)
+
+    def count(self, prompt: str, answer_prefix: str = "") -> int:
+        """Tokens that `encode` gives."""
+        return len(self.encode(prompt, answer_prefix))
+
+    def count_bos(self, ids: Sequence[int]) -> int:
+        """How many BOS are among these ids: 1, or 0 where the tokenizer has none."""
+        bos = self.tokenizer.bos_token_id
+        return 0 if bos is None else ids.count(bos)
+
+
+def prompt_hash(ids: Sequence[int]) -> str:
+    """SHA-256 of token ids: equal for equal prompts, whatever text and tokenizer they come from."""
+    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
