@@ -245,15 +245,18 @@ def choose(ranks: Mapping[Any, Rank], budget: int, scale: float | None = None) -
         return Choice(set(kept), set())
     worst, best = ranks[kept[-1]], ranks[gone[0]]
     near = NEAR * (max(abs(worst.value), abs(best.value)) if scale is None else scale)
-    # Equal because both are 0 or copies of one utility: the age decides.
-    tied = worst.value == best.value and (worst.value == 0 or worst.source == best.source is not None)
-    if tied or worst.value - best.value > near:
+    if worst.value - best.value > near:
         return Choice(set(kept), set())
     unclear = {
         token
         for token, rank in ranks.items()
         if rank.protected == worst.protected and abs(rank.value - worst.value) <= 2 * near
     }
+    # Equal because all are 0 or copies of one utility: the age decides.
+    values = {ranks[token].value for token in unclear}
+    sources = {ranks[token].source for token in unclear}
+    if values == {0.0} or (len(values) == len(sources) == 1 and None not in sources):
+        return Choice(set(kept), set())
     return Choice(set(kept), unclear)
 
 

@@ -52,7 +52,8 @@ def test_the_recurrence_over_layers_is_an_ema_over_steps_of_a_weighted_mean_over
 def test_every_coupling_weighs_layers_and_steps_as_it_says(
     coupling: str, alpha: float, step_alpha: float | None, layers: int
 ) -> None:
-    config = EvictionConfig(alpha=alpha, coupling=coupling, step_alpha=step_alpha)
+    unused = coupling == "temporal" and step_alpha is not None
+    config = EvictionConfig(alpha=None if unused else alpha, coupling=coupling, step_alpha=step_alpha)
     equal = [1.0] * layers
     later = [alpha ** (layers - layer) for layer in range(1, layers + 1)]
     weights, memory = {

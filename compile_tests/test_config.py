@@ -60,6 +60,11 @@ def test_a_config_cannot_be_changed_and_can_be_a_key() -> None:
         ({"aggregation": "single", "alpha": 0.5}, "alpha=0.5 has no effect with aggregation='single'"),
         ({"aggregation": "cumulative", "alpha": 0.8}, "alpha=0.8 has no effect"),
         ({"aggregation": "single", "step_alpha": 0.5}, "step_alpha=0.5 has no effect"),
+        (
+            {"coupling": "temporal", "step_alpha": 0.5, "alpha": 0.3},
+            "alpha=0.3 has no effect with step_alpha",
+        ),
+        ({"scope": "head", "step_alpha": 0.5, "alpha": 0.8}, "alpha=0.8 has no effect with step_alpha"),
         ({"aggregation": "cumulative", "coupling": "layer"}, "coupling='layer' has no effect"),
         ({"scorer": "loudness"}, "unknown scorer 'loudness'; choose from attention, value_norm"),
         ({"scope": "token"}, "unknown scope 'token'; choose from shared, layer, head"),

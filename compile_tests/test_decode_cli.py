@@ -227,7 +227,7 @@ def test_sampling(cli: Cli) -> None:
 
 def test_every_eviction_option(cli: Cli) -> None:
     chosen = (
-        "--budget 60 --alpha 0.5 --coupling temporal --step-alpha 0.4 --refresh once --sinks 4 --recent 0.1 "
+        "--budget 60 --alpha 0.5 --coupling layer --step-alpha 0.4 --refresh once --sinks 4 --recent 0.1 "
         "--scorer random --scorer-seed 3 --layers 1 --new-token mean --pool 5 --pool-by mean "
         "--pool-at always --window 3 --reserve 0.2 --rescue 2"
     )
@@ -239,7 +239,7 @@ def test_every_eviction_option(cli: Cli) -> None:
         scorer_seed=3,
         layers=(1,),
         alpha=0.5,
-        coupling="temporal",
+        coupling="layer",
         step_alpha=0.4,
         refresh="once",
         new_token="mean",

@@ -105,8 +105,8 @@ def test_compiled_is_eager(rule: EvictionConfig) -> None:
     "kind,options,match",
     [
         (AdaptiveAlpha, {"warm_up": 1}, "warm_up must be at least 2 steps, got 1"),
-        (AdaptiveAlpha, {"aggregation": "single"}, "needs aggregation='ema'"),
-        (AdaptiveAlpha, {"refresh": 4}, "needs aggregation='ema' and refresh=1"),
+        (AdaptiveAlpha, {"aggregation": "single"}, "needs a rule that has an alpha, and refresh=1"),
+        (AdaptiveAlpha, {"refresh": 4}, "needs a rule that has an alpha, and refresh=1"),
         (AdaptiveAlpha, {"scope": "head"}, "scope='shared'"),
         (AdaptiveAlpha, {"evict_at": "prompt", "window": 8, "after": "none"}, "which after='none' does not"),
         (RankTrigger, {"scorer": "none"}, "a rule that scores"),

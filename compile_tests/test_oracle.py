@@ -84,9 +84,11 @@ def _scoring(pick: object, layers: int, *, shared: bool, again: bool) -> dict[st
     """`again`: the rule scores while decoding."""
     options = {"aggregation": pick("ema", "ema", "cumulative", "single")}
     if options["aggregation"] == "ema":
-        options |= {"alpha": pick(0.0, 0.3, 0.8, 0.95), "step_alpha": pick(None, None, 0.0, 0.5, 0.9)}
+        options["step_alpha"] = pick(None, None, 0.0, 0.5, 0.9)
         if shared:
             options["coupling"] = pick("layer_temporal", "temporal", "layer")
+        if options["step_alpha"] is None or options.get("coupling", "temporal") != "temporal":
+            options["alpha"] = pick(0.0, 0.3, 0.8, 0.95)
     if shared:
         options["layers"] = pick(None, None, (layers - 1,), tuple({0, layers - 1}))
     if pick(False, True):

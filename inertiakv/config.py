@@ -160,11 +160,14 @@ class EvictionConfig:
         if self.scorer == "none":
             self._refuse("scorer='none'", *OF_SCORES)
         elif self.aggregation == "ema":
+            if self.step_alpha is not None:
+                _check_unit("step_alpha", self.step_alpha)
+                if self.scope != "shared" or self.coupling == "temporal":
+                    self._refuse("step_alpha, where layers are not weighted", "alpha")
+                    return
             if self.alpha is None:
                 object.__setattr__(self, "alpha", DEFAULT_ALPHA)
             _check_unit("alpha", self.alpha)
-            if self.step_alpha is not None:
-                _check_unit("step_alpha", self.step_alpha)
         else:
             self._refuse(f"aggregation={self.aggregation!r}", "alpha", "step_alpha", "coupling")
 

@@ -42,8 +42,8 @@ class AdaptiveAlpha(EvictionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_shared(self)
-        if self.aggregation != "ema" or self.refresh != 1:
-            raise ValueError("an adaptive alpha needs aggregation='ema' and refresh=1")
+        if self.alpha is None or self.refresh != 1:
+            raise ValueError("an adaptive alpha needs a rule that has an alpha, and refresh=1")
         if self.warm_up < 2:
             raise ValueError(f"warm_up must be at least 2 steps, got {self.warm_up}")
 

@@ -100,6 +100,12 @@ def save_scorer(path: str | Path, scorer: LearnedScorer, settings: dict[str, Any
     beside.write_text(text + "\n", encoding="utf-8")
 
 
+def check_file(path: str | Path) -> None:
+    """Raise ValueError where there is no file of a scorer's weights."""
+    if not Path(path).is_file():
+        raise ValueError(f"no learned scorer at {path}; scripts/train_scorer.py makes one")
+
+
 def load_scorer(
     path: str | Path,
     sizes: Sizes,
@@ -111,8 +117,7 @@ def load_scorer(
 
     Raises ValueError for a file that is missing, is no scorer, or was trained for other sizes.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"no learned scorer at {path}; scripts/train_scorer.py makes one")
+    check_file(path)
     scorer = LearnedScorer(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
     try:
         with safe_open(path, "pt") as file:

@@ -93,8 +93,7 @@ def policy(name: str, **changes: object) -> EvictionConfig | None:
         return None
     if changes.get("budget") is not None:
         changes.setdefault("compression", None)
-    if changes.get("aggregation", base.aggregation) != "ema":
-        changes.setdefault("alpha", None)
+    changes.setdefault("alpha", None)  # its default, where the rule has an alpha
     if changes.get("scorer", base.scorer) != "random":
         changes.setdefault("scorer_seed", None)
     if changes.get("after", base.after) != "rule":

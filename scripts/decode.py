@@ -26,6 +26,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
 from inertiakv import POLICIES, Decoder, EvictionConfig, Sampling, StopStrings, policy
+from inertiakv.learned import check_file
 from models import load_model
 from scripts.cli import options, prompts
 from scripts.cli.console import Answer, LiveAnswer, PrefillBar, say
@@ -135,6 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def decode(args: Arguments) -> None:
     """Answer the prompts with each policy. What is wrong by itself is found before the model is loaded."""
     policies = choose_policies(args.policy)
+    for _, eviction in policies:
+        if eviction is not None and eviction.scorer_file is not None:
+            check_file(eviction.scorer_file)
     sampling = Sampling(**options.given(args.answer.sampling))
     given = read_prompts(args.prompt)
     live = choose_live(args.output, len(given))

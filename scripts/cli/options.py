@@ -61,7 +61,14 @@ def _first_paragraph(box: str) -> str:
     """What is wrong, without the frame and the advice that tyro puts around it."""
     lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
     end = next((i for i, line in enumerate(lines) if not line.strip("─")), len(lines))
-    return re.sub(r"^Error parsing ", "", " ".join(lines[:end])).rstrip(".")
+    text = re.sub(r"^Error parsing ", "", " ".join(lines[:end])).rstrip(".")
+    return re.sub(r"Expected one of \((.*)\)", _choices, text)
+
+
+def _choices(expected: re.Match[str]) -> str:
+    """The choices in order, without the None that stands for an option that is not given."""
+    names = re.findall(r"'([^']*)'", expected[1])
+    return "Choose from " + ", ".join(sorted(name for name in names if name != "None"))
 
 
 def run(main: Callable[[], None]) -> int:

@@ -13,6 +13,7 @@ from inertiakv import Decoder, EvictionConfig, policy
 from inertiakv.config import MAX_BUDGET
 from inertiakv.diagnostics import RowTrace, row_trace
 from inertiakv.eviction import Limits
+from inertiakv.learned import check_file
 
 REFERENCE = "attention"
 """The scorer that the others are set against."""
@@ -63,8 +64,8 @@ def choose_rules(
         raise ValueError("the scorer 'learned' needs its weights: give --scorer-file")
     if scorer_file is not None and "learned" not in scorers:
         raise ValueError("--scorer-file has no effect without 'learned' among --scorers")
-    if scorer_file is not None and not scorer_file.is_file():
-        raise ValueError(f"no learned scorer at {scorer_file}; scripts/train_scorer.py makes one")
+    if scorer_file is not None:
+        check_file(scorer_file)
     file = {"learned": {"scorer_file": str(scorer_file)}}
     rules = Rules(
         {name: _recordable(name, name, kept) for name in policies},
