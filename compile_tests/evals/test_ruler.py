@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from compile_tests.tiny_chat import BOS, tiny_tokenizer
 from evals.essays import Essays, load_essays, split_sentences
 from evals.prompting import Prompting
-from evals.ruler import TASKS, make, words
+from evals.ruler import TASKS, make, niah, words
 from evals.ruler.generated import Generated
 from evals.ruler.haystack import DEPTHS, NOISE, hide_in_lines, hide_in_sentences, most_units
 from evals.ruler.niah import NEEDLES
@@ -259,6 +259,14 @@ def test_the_haystack_is_whole_without_its_needles(name: str, seed: int, length:
         assert haystack == ESSAYS.take(units).split()
 
 
+def test_chance_gives_no_key_or_value_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("words", "numbers"):
+        monkeypatch.setitem(niah._RANDOM, kind, lambda rng: str(rng.randint(1_000_000, 1_000_200)))
+    drawn = new("niah_multikey_2").draw(Random(0), 1024, 0, 90)
+    pairs = LINE.findall(drawn.prompt)
+    assert len({text for _, *pair in pairs for text in pair}) == 2 * 91
+
+
 def test_a_long_haystack_repeats_its_essays() -> None:
     essays = Essays("mine", "A short text. It has two sentences.")
     sample = new("niah_single_2", essays=essays).sample(700, 0)
@@ -449,10 +457,27 @@ def test_three_words_come_after_the_dots(seed: int, length: int, index: int) -> 
         assert count == int(units / rank**2 / 1.6449340668482264)
 
 
+def test_the_fourth_word_is_more_frequent_than_the_fifth() -> None:
+    task = new("fwe")
+    least, _ = task.bounds(512, 0)
+
+    def fourth_and_fifth(units: int) -> list[int]:
+        before, after = FREQUENT_WORDS.prompt.split("{context}")
+        prompt = task.draw(Random(0), 512, 0, units).prompt
+        text = prompt.removeprefix(before).removesuffix(after)
+        return [count for _, count in Counter(text.split(" ")).most_common(5)[3:]]
+
+    for units in range(least, 400):
+        fourth, fifth = fourth_and_fifth(units)
+        assert fourth > fifth
+    assert len(set(fourth_and_fifth(least - 1))) == 1
+
+
 def test_templates_of_words() -> None:
     assert COMMON_WORDS.prompt == (
         "Below is a numbered list of words. In these words, some appear more often than others. Memorize the "
-        "ones that appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?"
+        "ones that appear most often.\n{context}\n"
+        "Question: What are the 10 most common words in the above list?"
     )
     assert COMMON_WORDS.answer_prefix == " Answer: The top 10 words that appear most often in the list are:"
     assert COMMON_WORDS.max_new_tokens == 120
