@@ -1,0 +1,122 @@
+"""Rows of published data: from files of the user's, else from the Hugging Face hub, without its code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+_PROBE_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Hub:
+    """Where the hub has a data set, as files that need no script."""
+
+    repository: str
+    config: str | None
+    split: str
+
+
+@dataclass(frozen=True)
+class Rows:
+    rows: list[Row]
+    source: str
+    """The file or the hub's data set, with what tells its version."""
+
+
+def load_rows(names: Sequence[str], fields: Mapping[str, type], hub: Hub, data: Path | None) -> Rows:
+    """The rows of `names[0]`.
+
+    names: what its file may be called below `data`, without a suffix: .jsonl, .json (a list) or .parquet.
+    fields: what every row must have, and of which type.
+    hub: taken where `data` is None or has no such file.
+
+    Raises FileNotFoundError where neither has it, ValueError for a file, a line or a row that is wrong.
+    """
+    files = [] if data is None else [data / f"{name}{suffix}" for name in names for suffix in _SUFFIXES]
+    file = next((file for file in files if file.is_file()), None)
+    if file is not None:
+        rows = list(_read(file))
+        source = f"{file} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()})"
+    else:
+        looked = (
+            f"{data} has no {' or '.join(names)} ({', '.join(_SUFFIXES)})" if data else "no --data is given"
+        )
+        rows, source = _fetch(hub, f"no data for {names[0]}: {looked}")
+    for number, row in enumerate(rows, 1):
+        _check(row, fields, f"{file or source}: row {number}")
+    if not rows:
+        raise ValueError(f"{file or source} has no rows")
+    return Rows(rows, source)
+
+
+def _read(file: Path) -> Iterator[Row]:
+    if file.suffix == ".parquet":
+        yield from _read_parquet(file)
+        return
+    try:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".json":
+            yield from json.loads(text)
+            return
+    except ValueError as error:  # of UTF-8 or of JSON
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
+
+
+def _read_parquet(file: Path) -> list[Row]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_table
+    except ImportError as error:
+        raise ValueError(f"{file} needs the package pyarrow: pip install -e '.[eval]'") from error
+    try:
+        rows: list[Row] = read_table(file).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"{file} is not a parquet file: {error}") from error
+    return rows
+
+
+def _check(row: Any, fields: Mapping[str, type], where: str) -> None:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is not an object")
+    for field, kind in fields.items():
+        if field not in row:
+            raise ValueError(f"{where} has no field {field!r}")
+        if not isinstance(row[field], kind):
+            raise ValueError(f"{where}: {field!r} is not a {kind.__name__} but {row[field]!r:.40}")
+
+
+def _fetch(hub: Hub, problem: str) -> tuple[list[Row], str]:
+    """Soon an error, without the client's long retries, where the hub cannot be reached."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise FileNotFoundError(f"{problem}; the hub needs pip install -e '.[eval]'") from error
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    try:
+        with suppress(OfflineModeIsEnabled):  # then the cache is asked, at once
+            HfApi().dataset_info(hub.repository, timeout=_PROBE_SECONDS)
+        rows = load_dataset(hub.repository, hub.config, split=hub.split)
+    except Exception as error:
+        # The client's libraries change with their versions, and so do the classes of their errors.
+        raise FileNotFoundError(
+            f"{problem}; and the hub's {hub.repository} cannot be had ({type(error).__name__}: {error}). "
+            "With HF_HUB_OFFLINE=1 its cache is used"
+        ) from error
+    name = "/".join(filter(None, (hub.repository, hub.config, hub.split)))
+    return rows.to_list(), f"hub {name} (fingerprint {rows._fingerprint})"
