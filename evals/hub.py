@@ -10,8 +10,8 @@ _PROBE_SECONDS = 5
 def hub_rows(repository: str, config: str | None, split: str) -> list[dict[str, Any]]:
     """The rows of one split. In the hub client's offline mode (HF_HUB_OFFLINE=1) they come from its cache.
 
-    Raises ImportError without the package `datasets`, and ConnectionError, soon, where the hub does not answer
-    or has no such data."""
+    Raises ImportError without the package `datasets`, and ConnectionError, soon, where the hub does not
+    answer or has no such data."""
     try:
         import datasets
     except ImportError as error:

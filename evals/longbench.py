@@ -1,8 +1,8 @@
 """LongBench ([arXiv 2308.14508](https://arxiv.org/abs/2308.14508)): questions about real, long documents.
 
 Prompts, generation lengths, truncation and metrics are those of the authors' scripts. These leave one thing
-open, the chat template of today's models: here it is the tokenizer's own, around the truncated prompt. What is
-to be continued rather than answered (`Dataset.chat`) goes without one, as there.
+open, the chat template of today's models: here it is the tokenizer's own, around the truncated prompt. What
+is to be continued rather than answered (`Dataset.chat`) goes without one, as there.
 
 Two more differences, of no consequence for a score: `samsum` does not stop at the end of a line, its first
 line is taken afterwards; and an empty prediction is scored by no metric, it is 0.

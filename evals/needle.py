@@ -1,10 +1,10 @@
 """A needle in a haystack of essays, on a grid of lengths and depths.
 
-Needle, question and prompt are the common ones (San Francisco, a sandwich, Dolores Park). The needle goes to the
-last full stop before its depth, so that it breaks no sentence; at 100 % it is the end of the text. What differs
-from one publication to the next is chosen so: 50 new tokens at most, and ROUGE-L F by the package that the
-metric names, of the whole answer against the needle's sentence. An answer that does not repeat the question, though
-right, scores less than one that does.
+Needle, question and prompt are the common ones (San Francisco, a sandwich, Dolores Park). The needle goes to
+the last full stop before its depth, so that it breaks no sentence; at 100 % it is the end of the text. What
+differs from one publication to the next is chosen so: 50 new tokens at most, and ROUGE-L F, by the package
+that the metric names, of the whole answer against the needle's sentence. A right answer that does not repeat
+the question scores less than one that does.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Text(Protocol):
 
 
 class NeedleGrid:
-    """Sample `i` has the depth `depths[i % len(depths)]`. The haystack begins with the essays in the first round
-    of depths, and at a sentence by chance in each further one."""
+    """Sample `i` has the depth `depths[i % len(depths)]`. The haystack begins where the essays do in the
+    first round of depths, and at some sentence in each further one."""
 
     name = "niah"
     lengths = True
@@ -94,15 +94,15 @@ class NeedleGrid:
         )
 
     def score(self, prediction: str, sample: Sample) -> float:
-        return metrics.best(metrics.rouge_l, prediction, sample.references)
+        return metrics.best(metrics.rouge_l, prediction.strip(), sample.references)
 
     def _encode(self, length: int, turn: int) -> list[int]:
         """Tokens of the essays, `length` of them and more."""
         text = self._essays.text
         start = 0
         if turn:
-            by_chance = random.Random(f"{self._seed} {self.name} {turn}").randrange(len(text))
-            start = text.find(". ", by_chance) + 2 if ". " in text[by_chance:] else 0
+            after = random.Random(f"{self._seed} {self.name} {turn}").randrange(len(text))
+            start = text.find(". ", after) + 2 if ". " in text[after:] else 0
         text = text[start:] + "\n" + text[:start]
         letters = _LETTERS_A_TOKEN * length
         text = (text * (letters // len(text) + 1))[:letters]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evals.hub import hub_rows
+
 Row = dict[str, Any]
 _SUFFIXES = (".jsonl", ".json", ".parquet")
-_PROBE_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,12 @@ def load_rows(names: Sequence[str], fields: Mapping[str, type], hub: Hub, data: 
         looked = (
             f"{data} has no {' or '.join(names)} ({', '.join(_SUFFIXES)})" if data else "no --data is given"
         )
-        rows, source = _fetch(hub, f"no data for {names[0]}: {looked}")
+        try:
+            rows = hub_rows(hub.repository, hub.config, hub.split)
+        except (ImportError, ConnectionError) as error:
+            raise FileNotFoundError(f"no data for {names[0]}: {looked}; {error}") from error
+        digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+        source = f"hub {hub.repository} {hub.config or ''} {hub.split} (rows' sha256 {digest})"
     for number, row in enumerate(rows, 1):
         _check(row, fields, f"{file or source}: row {number}")
     if not rows:
@@ -63,11 +68,14 @@ def _read(file: Path) -> Iterator[Row]:
         return
     try:
         text = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            yield from json.loads(text)
-            return
+        rows = json.loads(text) if file.suffix == ".json" else None
     except ValueError as error:  # of UTF-8 or of JSON
         raise ValueError(f"{file} is not JSON: {error}") from error
+    if file.suffix == ".json":
+        if not isinstance(rows, list):
+            raise ValueError(f"{file} is not a list of rows")
+        yield from rows
+        return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -97,26 +105,3 @@ def _check(row: Any, fields: Mapping[str, type], where: str) -> None:
             raise ValueError(f"{where} has no field {field!r}")
         if not isinstance(row[field], kind):
             raise ValueError(f"{where}: {field!r} is not a {kind.__name__} but {row[field]!r:.40}")
-
-
-def _fetch(hub: Hub, problem: str) -> tuple[list[Row], str]:
-    """Soon an error, without the client's long retries, where the hub cannot be reached."""
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise FileNotFoundError(f"{problem}; the hub needs pip install -e '.[eval]'") from error
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    try:
-        with suppress(OfflineModeIsEnabled):  # then the cache is asked, at once
-            HfApi().dataset_info(hub.repository, timeout=_PROBE_SECONDS)
-        rows = load_dataset(hub.repository, hub.config, split=hub.split)
-    except Exception as error:
-        # The client's libraries change with their versions, and so do the classes of their errors.
-        raise FileNotFoundError(
-            f"{problem}; and the hub's {hub.repository} cannot be had ({type(error).__name__}: {error}). "
-            "With HF_HUB_OFFLINE=1 its cache is used"
-        ) from error
-    name = "/".join(filter(None, (hub.repository, hub.config, hub.split)))
-    return rows.to_list(), f"hub {name} (fingerprint {rows._fingerprint})"
