@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 
-from evals import metrics
-from evals.prompting import Prompting
-from evals.task import Sample
+from . import metrics
+from .prompting import Prompting
+from .task import Sample
 
 FEWEST_STEPS = 8
 """Beyond those that are given."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evals import metrics
-from evals.longbench_prompts import DATASETS, PAPER
-from evals.prompting import Prompting
-from evals.rows import Hub, Rows, load_rows
-from evals.task import Sample
-from evals.truncation import cut_halves, fit
+from . import metrics
+from .longbench_prompts import DATASETS, PAPER
+from .prompting import Prompting
+from .rows import Hub, Rows, load_rows
+from .task import Sample
+from .truncation import cut_halves, fit
 
 PAPER_TASKS = tuple(f"longbench:{name}" for name in PAPER)
 TASKS = tuple(f"longbench:{name}" for name in DATASETS)
@@ -91,20 +91,21 @@ def make(
 ) -> LongBench:
     """The task `longbench:hotpotqa` and so on.
 
-    data: a folder with `hotpotqa.jsonl` (or .parquet), itself or in its folder `data`, as in the published
-        archive; else the hub.
+    data: a folder with `hotpotqa.jsonl` (or .parquet), or with the published archive's folder `data`; else
+        the hub, a mirror that needs no script.
     max_length: tokens that a prompt may have before the chat template. None: as many as the model's positions
         leave. The authors' values: 3500 for a context of 4k, 7500 for 8k, 15500 for 16k, 31500 for 32k.
     """
     if name not in TASKS:
         raise ValueError(f"no task {name!r} in LongBench: one of {', '.join(TASKS)}")
     short = name.removeprefix("longbench:")
-    rows = load_rows(
-        (short, f"data/{short}", f"{short}/test-00000-of-00001"),
-        _FIELDS,
-        Hub("Xnhyacinth/LongBench", short, split="test"),
-        data,
+    files = (
+        f"{short}.jsonl",
+        f"data/{short}.jsonl",
+        f"{short}.parquet",
+        f"{short}/test-00000-of-00001.parquet",
     )
+    rows = load_rows(name, files, _FIELDS, Hub("Xnhyacinth/LongBench", short, split="test"), data)
     for number, row in enumerate(rows.rows, 1):
         if not row["answers"] or not all(isinstance(answer, str) for answer in row["answers"]):
             raise ValueError(f"{rows.source}: row {number}: 'answers' is not a list of texts")

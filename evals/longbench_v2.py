@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evals import metrics
-from evals.prompting import Prompting
-from evals.rows import Hub, Rows, load_rows
-from evals.task import Sample
-from evals.truncation import cut_joined, fit
+from . import metrics
+from .prompting import Prompting
+from .rows import Hub, Rows, load_rows
+from .task import Sample
+from .truncation import cut_joined, fit
 
 TASKS = ("longbench-v2",)
 PROMPT = """Please read the following text and answer the question below.
@@ -108,5 +108,6 @@ def make(
     if name not in TASKS:
         raise ValueError(f"no task {name!r} in LongBench-v2: it has one, {TASKS[0]}")
     hub = Hub("THUDM/LongBench-v2", None, split="train")
-    rows = load_rows(("longbench-v2", "longbench-v2/data", "data"), _FIELDS, hub, data)
+    files = ("data.json", *(f"{name}{suffix}" for suffix in (".json", ".jsonl", ".parquet")))
+    rows = load_rows(name, files, _FIELDS, hub, data)
     return LongBenchV2(rows, prompting, max_positions, max_length)

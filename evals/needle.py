@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
 
-from evals import metrics
-from evals.prompting import Prompting
-from evals.task import Sample
+from . import metrics
+from .prompting import Prompting
+from .task import Sample
 
 TASKS = ("niah",)
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."

@@ -25,7 +25,7 @@ class Prompting:
             raise ValueError("this model's tokenizer has no chat template: give --template none")
 
     def encode(self, prompt: str, answer_prefix: str = "", *, chat: bool = True) -> list[int]:
-        """Token ids, with exactly one BOS where the tokenizer puts one. `chat=False`: without a template."""
+        """Token ids, with exactly one BOS where the tokenizer puts one. `chat=False`: no template."""
         if self.template == "chat" and chat:
             prompt = chat_text(self.tokenizer, [{"role": "user", "content": prompt}])
         return encode_text(self.tokenizer, prompt + answer_prefix)

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evals.hub import hub_rows
+from .hub import hub_rows
 
 Row = dict[str, Any]
-_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -31,28 +30,28 @@ class Rows:
     """The file or the hub's data set, with what tells its version."""
 
 
-def load_rows(names: Sequence[str], fields: Mapping[str, type], hub: Hub, data: Path | None) -> Rows:
-    """The rows of `names[0]`.
+def load_rows(
+    title: str, files: Sequence[str], fields: Mapping[str, type], hub: Hub, data: Path | None
+) -> Rows:
+    """The rows of the data set that errors call `title`.
 
-    names: what its file may be called below `data`, without a suffix: .jsonl, .json (a list) or .parquet.
+    files: what its file may be called below `data`: a .jsonl, .parquet, or .json with a list.
     fields: what every row must have, and of which type.
     hub: taken where `data` is None or has no such file.
 
     Raises FileNotFoundError where neither has it, ValueError for a file, a line or a row that is wrong.
     """
-    files = [] if data is None else [data / f"{name}{suffix}" for name in names for suffix in _SUFFIXES]
-    file = next((file for file in files if file.is_file()), None)
+    paths = [] if data is None else [data / name for name in files]
+    file = next((path for path in paths if path.is_file()), None)
     if file is not None:
         rows = list(_read(file))
         source = f"{file} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()})"
     else:
-        looked = (
-            f"{data} has no {' or '.join(names)} ({', '.join(_SUFFIXES)})" if data else "no --data is given"
-        )
+        looked = "no data folder was given" if data is None else f"{data} has none of {', '.join(files)}"
         try:
             rows = hub_rows(hub.repository, hub.config, hub.split)
         except (ImportError, ConnectionError) as error:
-            raise FileNotFoundError(f"no data for {names[0]}: {looked}; {error}") from error
+            raise FileNotFoundError(f"no data for {title}: {looked}; and {error}") from error
         digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
         source = f"hub {hub.repository} {hub.config or ''} {hub.split} (rows' sha256 {digest})"
     for number, row in enumerate(rows, 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evals.prompting import Prompting
+from .prompting import Prompting
 
 Cut = Callable[[Any, Sequence[int], int], str]
 """From a tokenizer, the ids of a text and the number of tokens to keep to the text that is left."""

@@ -271,8 +271,8 @@ def test_wrong_files_are_named(tmp_path: Path, content: str, message: str) -> No
     [
         ("data.json", b"{}", "not a list"),
         ("data.json", b"[1", "not JSON"),
-        ("data.jsonl", b"\xff", "not JSON"),
-        ("data.parquet", b"PAR1", "not a parquet file"),
+        ("longbench-v2.jsonl", b"\xff", "not JSON"),
+        ("longbench-v2.parquet", b"PAR1", "not a parquet file"),
     ],
 )
 def test_wrong_formats_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -284,10 +284,11 @@ def test_wrong_formats_are_named(tmp_path: Path, name: str, content: bytes, mess
 def test_no_data_at_all_is_said_at_once(tmp_path: Path) -> None:
     options: Any = {"prompting": prompting(), "max_positions": LONG}
     with pytest.raises(
-        FileNotFoundError, match=r"qasper or data/qasper .*\.jsonl.* the hub cannot be reached"
+        FileNotFoundError,
+        match=r"longbench:qasper: .* has none of qasper\.jsonl, .*; and the hub cannot be reached",
     ):
         longbench.make("longbench:qasper", data=tmp_path, **options)
-    with pytest.raises(FileNotFoundError, match=r"longbench-v2: no --data is given; the hub"):
+    with pytest.raises(FileNotFoundError, match=r"longbench-v2: no data folder was given; and the hub"):
         longbench_v2.make("longbench-v2", **options)
     with pytest.raises(ValueError, match=r"no task 'longbench:trec' .*longbench:hotpotqa"):
         longbench.make("longbench:trec", **options)

@@ -1,4 +1,4 @@
-"""The needle grid: the needle is there once and whole, deeper for a greater depth; prompts are of a length."""
+"""The needle grid: the needle is there once and whole, deeper for a greater depth; prompts have a length."""
 
 from __future__ import annotations
 
