@@ -55,8 +55,8 @@ _RANDOM: dict[Kind, Callable[[Random], str]] = {
 
 
 class Niah(Generated):
-    """Units are words of an essay, or lines. Keys and values of a prompt are all different, also in the needles
-    that make up a haystack: RULER leaves that to chance."""
+    """Units are words of an essay, or lines. Keys and values of a prompt are all different, those of needles
+    that make up a haystack included: RULER leaves that to chance."""
 
     max_new_tokens = NIAH.max_new_tokens
 
