@@ -1,28 +1,46 @@
-"""How predictions are scored: from 0 to 1, and an empty prediction is 0 like any other that is wrong."""
+"""Scores of one prediction against its references, from 0 to 1."""
 
 from __future__ import annotations
 
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+# RULER: which references does the prediction contain, in whatever case and wherever?
+
+
+def string_match_all(prediction: str, references: Sequence[str]) -> float:
+    """The share of references found: with two, one of them found, 0.5."""
+    return sum(_found(prediction, references)) / len(references)
+
+
+def string_match_part(prediction: str, references: Sequence[str]) -> float:
+    """Whether any reference was found: with two, one of them found, 1."""
+    return float(any(_found(prediction, references)))
+
+
+def _found(prediction: str, references: Sequence[str]) -> list[bool]:
+    # RULER's own cleaning: a control character is a new line.
+    text = re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip().lower()
+    return [reference.lower() in text for reference in references]
+
+
+# LongBench, LongBench-v2, needle grid: how well does the prediction meet the reference that suits it best?
+
 Metric = Callable[[str, str], float]
-"""From a prediction and a reference."""
+"""From a prediction and one reference."""
 
 
-def best(metric: Metric, prediction: str, references: Iterable[str]) -> float:
+def best(metric: Metric, prediction: str, references: Sequence[str]) -> float:
     """The score against the reference that suits it best. What is empty but for white space is wrong, also
     where a metric would find its nothing in a reference: `rouge` finds the empty word behind a last full
     stop."""
     if not prediction.strip():
         return 0.0
     return max(metric(prediction, reference) for reference in references)
-
-
-# LongBench, the needle grid
 
 
 def qa_f1(prediction: str, reference: str) -> float:
@@ -79,9 +97,6 @@ def count(prediction: str, reference: str) -> float:
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
-# LongBench-v2
-
-
 def extract_choice(prediction: str) -> str | None:
     """The letter that is said to be the correct answer; None: none is."""
     text = prediction.replace("*", "")
@@ -95,7 +110,7 @@ def choice(prediction: str, reference: str) -> float:
     return float(extract_choice(prediction) == reference)
 
 
-# Chains
+# Chains: how far is every step right?
 
 
 def prefix_share(prediction: str, reference: str) -> float:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
 
 from . import metrics
+from .essays import Essays
 from .prompting import Prompting
 from .task import Sample
 
@@ -30,15 +30,6 @@ _LETTERS_A_TOKEN = 16
 """More than any prose has."""
 
 
-class Text(Protocol):
-    """What the haystack is made of."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-
-
 class NeedleGrid:
     """Sample `i` has the depth `depths[i % len(depths)]`. The haystack begins where the essays do in the
     first round of depths, and at some sentence in each further one."""
@@ -46,7 +37,7 @@ class NeedleGrid:
     name = "niah"
     lengths = True
 
-    def __init__(self, prompting: Prompting, essays: Text, seed: int, depths: Sequence[float], rounds: int):
+    def __init__(self, prompting: Prompting, essays: Essays, seed: int, depths: Sequence[float], rounds: int):
         if not depths or not all(0 <= depth <= 100 for depth in depths):
             raise ValueError(f"depths are percentages, from 0 to 100, got {list(depths)}")
         if NEEDLE in essays.text:
@@ -122,7 +113,7 @@ def make(
     name: str,
     *,
     prompting: Prompting,
-    essays: Text,
+    essays: Essays,
     seed: int = 42,
     depths: Sequence[float] = DEPTHS,
     rounds: int = 1,

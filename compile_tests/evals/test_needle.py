@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +10,12 @@ from hypothesis import strategies as st
 
 from compile_tests.tiny_chat import tiny_tokenizer
 from evals import needle
+from evals.essays import Essays
 from evals.needle import DEPTHS, MAX_NEW_TOKENS, NEEDLE, needle_place
 from evals.prompting import Prompting
 
 SENTENCES = [f"On day {day} the keeper saw {day % 7} ships — and wrote it down." for day in range(400)]
-ESSAYS = SimpleNamespace(name="log", text=" ".join(SENTENCES))
+ESSAYS = Essays(name="log", text=" ".join(SENTENCES))
 
 ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"
 
@@ -79,7 +79,7 @@ def test_further_rounds_begin_elsewhere_with_a_sentence() -> None:
 
 
 def test_short_essays_begin_again() -> None:
-    sample = grid(essays=SimpleNamespace(name="short", text="One. Two.")).sample(2000, 5)
+    sample = grid(essays=Essays(name="short", text="One. Two.")).sample(2000, 5)
     assert sample.prompt.count("One. Two.") > 100
 
 
@@ -109,6 +109,6 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=r"from 0 to 100, got \[0, 101\]"):
         grid(depths=[0, 101])
     with pytest.raises(ValueError, match="essays x have the needle"):
-        grid(essays=SimpleNamespace(name="x", text=f"So. {NEEDLE} So."))
+        grid(essays=Essays(name="x", text=f"So. {NEEDLE} So."))
     with pytest.raises(ValueError, match="no task 'needle'"):
         needle.make("needle", prompting=grid()._prompting, essays=ESSAYS)

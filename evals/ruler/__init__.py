@@ -1,0 +1,40 @@
+"""RULER: thirteen tasks of any length, made here with the tokenizer of the model that is asked.
+
+Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?",
+https://arxiv.org/abs/2404.06654. Templates, parameters and metrics are those of its `synthetic.yaml`, but the
+samples are not: each has a random generator of its own (see `Generated`), and essays may be others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ..essays import Essays
+from ..task import CountTokens
+from .generated import Generated
+from .niah import NEEDLES, Niah
+from .qa import SOURCES, DocumentQuestions, load_corpus
+from .variables import VariableTracking
+from .words import CommonWords, FrequentWords
+
+OTHERS: dict[str, Callable[[str, CountTokens, int], Generated]] = {
+    "vt": VariableTracking,
+    "cwe": CommonWords,
+    "fwe": FrequentWords,
+}
+TASKS = (*NEEDLES, *OTHERS, *SOURCES)
+
+
+def make(
+    name: str, count_tokens: CountTokens, seed: int, essays: Essays, data: Path | None = None
+) -> Generated:
+    """The task of this name, one of `TASKS`. `data`: a folder with the files of qa_1 and qa_2, which else
+    come from the hub. Raises ValueError for another name, and where these files cannot be had."""
+    if name in NEEDLES:
+        return Niah(name, count_tokens, seed, essays)
+    if name in SOURCES:
+        return DocumentQuestions(name, count_tokens, seed, load_corpus(name, data))
+    if name not in OTHERS:
+        raise ValueError(f"RULER has no task {name!r}, but {', '.join(TASKS)}")
+    return OTHERS[name](name, count_tokens, seed)

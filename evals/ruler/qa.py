@@ -1,0 +1,182 @@
+"""Questions on documents among others: qa_1 (SQuAD 2.0), qa_2 (HotpotQA)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from ..hub import hub_rows
+from ..metrics import string_match_part
+from ..task import CountTokens
+from .generated import Draw, Generated
+from .templates import DOCUMENT, QUESTIONS
+
+
+@dataclass(frozen=True)
+class Question:
+    text: str
+    answers: tuple[str, ...]
+    documents: tuple[int, ...]
+    """Those that belong to it."""
+    related: tuple[int, ...]
+    """Those that go beside them first: the rest of the same article."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """`name` says where it comes from: a path, `hub:...`."""
+
+    name: str
+    documents: list[str]
+    questions: list[Question]
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of documents, questions and answers, wherever they come from."""
+        asked = [[question.text, question.answers] for question in self.questions]
+        return hashlib.sha256(json.dumps([self.documents, asked]).encode()).hexdigest()
+
+
+class Row(NamedTuple):
+    """A question as its source has it."""
+
+    text: str
+    answers: list[str]
+    """Where there are none the question can't be answered, and is left out."""
+    documents: list[str]
+    article: str | None
+    """What its documents are part of."""
+
+
+def _squad_file(data: Any) -> Iterator[Row]:
+    for number, article in enumerate(data["data"]):
+        for paragraph in article["paragraphs"]:
+            for asked in paragraph["qas"]:
+                answers = [] if asked["is_impossible"] else [answer["text"] for answer in asked["answers"]]
+                yield Row(asked["question"], answers, [paragraph["context"]], str(number))
+
+
+def _squad_hub(rows: Any) -> Iterator[Row]:
+    for row in rows:
+        yield Row(row["question"], row["answers"]["text"], [row["context"]], row["title"])
+
+
+def _hotpot_file(data: Any) -> Iterator[Row]:
+    for row in data:
+        documents = [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]]
+        yield Row(row["question"], [row["answer"]], documents, None)
+
+
+def _hotpot_hub(rows: Any) -> Iterator[Row]:
+    for row in rows:
+        context = zip(row["context"]["title"], row["context"]["sentences"], strict=True)
+        yield from _hotpot_file([row | {"context": context}])
+
+
+@dataclass(frozen=True)
+class Source:
+    title: str
+    files: tuple[str, ...]
+    """Names that a file of it may have: its publisher's, RULER's."""
+    read_file: Callable[[Any], Iterable[Row]]
+    hub: tuple[str, str | None]
+    """Repository and config; the split is `validation`."""
+    read_hub: Callable[[Any], Iterable[Row]]
+
+
+SOURCES = {
+    "qa_1": Source(
+        title="SQuAD 2.0",
+        files=("dev-v2.0.json", "squad.json"),
+        read_file=_squad_file,
+        hub=("rajpurkar/squad_v2", None),
+        read_hub=_squad_hub,
+    ),
+    "qa_2": Source(
+        title="HotpotQA",
+        files=("hotpot_dev_distractor_v1.json", "hotpotqa.json"),
+        read_file=_hotpot_file,
+        hub=("hotpotqa/hotpot_qa", "distractor"),
+        read_hub=_hotpot_hub,
+    ),
+}
+
+
+def load_corpus(task: str, data: Path | None) -> Corpus:
+    """From a file in the folder `data`, else from the hub. Raises ValueError where neither has it."""
+    source = SOURCES[task]
+    for file in source.files:
+        if data is not None and (path := data / file).is_file():
+            return _corpus(str(path), source.read_file(json.loads(path.read_text(encoding="utf-8"))))
+    repository, config = source.hub
+    try:
+        return _corpus(f"hub:{repository}", source.read_hub(hub_rows(repository, config, "validation")))
+    except (ImportError, ConnectionError) as error:
+        place = "no data folder was given" if data is None else f"{data} has neither"
+        raise ValueError(
+            f"{task} needs {source.title}, as {' or '.join(source.files)} in a data folder, or from the hub: "
+            f"{place}, and {error}"
+        ) from error
+
+
+def _corpus(name: str, rows: Iterable[Row]) -> Corpus:
+    rows = list(rows)
+    documents = sorted({document for row in rows for document in row.documents})
+    number = {document: place for place, document in enumerate(documents)}
+    articles: dict[str | None, dict[int, None]] = {}
+    for row in rows:
+        if row.article is not None:
+            articles.setdefault(row.article, {}).update(
+                {number[document]: None for document in row.documents}
+            )
+    questions = []
+    for row in rows:
+        own = tuple(dict.fromkeys(number[document] for document in row.documents))
+        related = tuple(place for place in articles.get(row.article, ()) if place not in own)
+        if row.answers:
+            questions.append(Question(row.text, tuple(dict.fromkeys(row.answers)), own, related))
+    return Corpus(name, documents, questions)
+
+
+class DocumentQuestions(Generated):
+    """Questions in the order of their source, each with its documents among others. Units are documents."""
+
+    metric = "string_match_part"
+    match = staticmethod(string_match_part)
+    max_new_tokens = QUESTIONS.max_new_tokens
+
+    def __init__(self, name: str, count_tokens: CountTokens, seed: int, corpus: Corpus) -> None:
+        super().__init__(name, count_tokens, seed)
+        self.corpus = corpus
+
+    def count(self, length: int | None) -> int | None:
+        return len(self.corpus.questions)
+
+    def bounds(self, length: int, index: int) -> tuple[int, int | None]:
+        return len(self.corpus.questions[index].documents), len(self.corpus.documents)
+
+    def draw(self, rng: Random, length: int, index: int, units: int) -> Draw:
+        question = self.corpus.questions[index]
+        related = rng.sample(question.related, len(question.related))
+        chosen = dict.fromkeys([*question.documents, *related][:units])
+        while len(chosen) < units:
+            chosen[rng.randrange(len(self.corpus.documents))] = None
+        places = list(chosen)
+        rng.shuffle(places)
+        context = "\n\n".join(
+            DOCUMENT.format(number=number, text=self.corpus.documents[place])
+            for number, place in enumerate(places, start=1)
+        )
+        depths = [round(100 * places.index(place) / units) for place in question.documents]
+        return Draw(
+            prompt=QUESTIONS.prompt.format(context=context, query=question.text),
+            answer_prefix=QUESTIONS.answer_prefix,
+            references=question.answers,
+            facts={"keys": [question.text], "depths": depths, "data": self.corpus.name},
+        )
