@@ -1,0 +1,114 @@
+"""The needle grid: the needle is there once and whole, deeper for a greater depth; prompts have a length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compile_tests.tiny_chat import tiny_tokenizer
+from evals import needle
+from evals.essays import Essays
+from evals.needle import DEPTHS, MAX_NEW_TOKENS, NEEDLE, needle_place
+from evals.prompting import Prompting
+
+SENTENCES = [f"On day {day} the keeper saw {day % 7} ships — and wrote it down." for day in range(400)]
+ESSAYS = Essays(name="log", text=" ".join(SENTENCES))
+
+ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"
+
+
+def grid(kind: str = "llama", essays: Any = ESSAYS, **options: Any) -> needle.NeedleGrid:
+    return needle.make("niah", prompting=Prompting(tiny_tokenizer(kind), "chat"), essays=essays, **options)
+
+
+@given(
+    length=st.integers(500, 6000),
+    depth=st.integers(0, 100),
+    kind=st.sampled_from(["llama", "qwen"]),
+    seed=st.integers(0, 3),
+    turn=st.integers(0, 2),
+)
+@settings(max_examples=40)
+def test_the_needle_is_whole_and_the_length_kept(
+    length: int, depth: int, kind: str, seed: int, turn: int
+) -> None:
+    task = grid(kind, depths=[depth], seed=seed, rounds=3)
+    sample = task.sample(length, turn)
+    assert sample.prompt.count(f"\n{NEEDLE}\n") == sample.prompt.count("Dolores") == 1
+    tokens = Prompting(tiny_tokenizer(kind), "chat").count(sample.prompt)
+    assert length - 12 <= tokens + MAX_NEW_TOKENS <= length
+    assert "\ufffd" not in sample.prompt
+    assert sample == grid(kind, depths=[depth], seed=seed, rounds=9).sample(length, turn)
+
+
+def test_depths_are_met_at_the_ends_of_sentences() -> None:
+    task = grid()
+    length = 8000
+    assert task.count(length) == len(DEPTHS) == 11
+    samples = [task.sample(length, index) for index in range(11)]
+    places = [sample.prompt.index(NEEDLE) for sample in samples]
+    assert places == sorted(set(places))
+    for sample, depth in zip(samples, DEPTHS, strict=True):
+        before, after = sample.prompt.split(f"\n{NEEDLE}\n")
+        haystack = before.split("<book> ")[1] + after.split(" </book>")[0]
+        assert ESSAYS.text.startswith(haystack)
+        assert sample.facts["depth"] == depth
+        assert depth - 100 * 70 / len(haystack) <= sample.facts["placed"] <= depth
+        assert depth in (0, 100) or before.endswith("down.")
+    assert samples[0].facts["placed"] == 0
+    assert samples[0].prompt.startswith(f"This is a very long story book: <book> \n{NEEDLE}\nOn day 0 ")
+    assert samples[10].prompt.endswith(
+        f"\n{NEEDLE}\n </book>.\n Based on the content of the book, "
+        "Question: The best thing to do in San Francisco is: \nAnswer:"
+    )
+    assert samples[3].facts["essays"] == "log"
+
+
+def test_further_rounds_begin_elsewhere_with_a_sentence() -> None:
+    task = grid(depths=(0, 50), rounds=4)
+    assert task.count(1000) == 8
+    begins = [task.sample(1000, index).prompt.split(f"\n{NEEDLE}\n")[1][:20] for index in (0, 2, 4, 6)]
+    assert len(set(begins)) == 4
+    assert all(begin.startswith("On day") for begin in begins)
+    assert task.sample(1000, 3).facts["depth"] == 50
+    assert task.sample(1000, 3) != grid(depths=(0, 50), rounds=4, seed=7).sample(1000, 3)
+    assert task.sample(1000, 1) == grid(depths=(0, 50), seed=7).sample(1000, 1)
+
+
+def test_short_essays_begin_again() -> None:
+    sample = grid(essays=Essays(name="short", text="One. Two.")).sample(2000, 5)
+    assert sample.prompt.count("One. Two.") > 100
+
+
+def test_the_needle_goes_behind_a_full_stop() -> None:
+    text = "Aaa bbb. Ccc 1.5 ddd.\nEee fff"
+    assert [needle_place(text, depth) for depth in (0, 25, 32, 60, 73, 79, 99, 100)] == [
+        *(0, 0, 8, 8, 8, 21, 21, 29)
+    ]
+
+
+def test_scores() -> None:
+    task = grid()
+    sample = task.sample(1000, 0)
+    assert task.metric.startswith("rouge-l f (rouge ")
+    assert task.score(f" {NEEDLE}\n", sample) == pytest.approx(1, abs=1e-6)
+    # An answer that does not repeat the question has fewer of the needle's words ("a" is there twice).
+    part = task.score(f"{ANSWER}.", sample)
+    said, words = len(set(ANSWER.split())), len(set(NEEDLE.rstrip(".").split()))
+    assert (said, words) == (11, 19)
+    assert part == pytest.approx(2 * said / (said + words), abs=1e-6)
+    assert task.score("", sample) == 0
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="a length of 200 is too short"):
+        grid().sample(200, 0)
+    with pytest.raises(ValueError, match=r"from 0 to 100, got \[0, 101\]"):
+        grid(depths=[0, 101])
+    with pytest.raises(ValueError, match="essays x have the needle"):
+        grid(essays=Essays(name="x", text=f"So. {NEEDLE} So."))
+    with pytest.raises(ValueError, match="no task 'needle'"):
+        needle.make("needle", prompting=grid()._prompting, essays=ESSAYS)

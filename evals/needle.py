@@ -1,0 +1,124 @@
+"""A needle in a haystack of essays, on a grid of lengths and depths.
+
+Needle, question and prompt are the common ones (San Francisco, a sandwich, Dolores Park). The needle goes to
+the last full stop before its depth, so that it breaks no sentence; at 100 % it is the end of the text. What
+differs from one publication to the next is chosen so: 50 new tokens at most, and ROUGE-L F, by the package
+that the metric names, of the whole answer against the needle's sentence. A right answer that does not repeat
+the question scores less than one that does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+
+from . import metrics
+from .essays import Essays
+from .prompting import Prompting
+from .task import Sample
+
+TASKS = ("niah",)
+NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
+PROMPT = (
+    "This is a very long story book: <book> {haystack} </book>.\n"
+    " Based on the content of the book, Question: The best thing to do in San Francisco is: \nAnswer:"
+)
+DEPTHS = tuple(range(0, 101, 10))
+MAX_NEW_TOKENS = 50
+_LETTERS_A_TOKEN = 16
+"""More than any prose has."""
+
+
+class NeedleGrid:
+    """Sample `i` has the depth `depths[i % len(depths)]`. The haystack begins where the essays do in the
+    first round of depths, and at some sentence in each further one."""
+
+    name = "niah"
+    lengths = True
+
+    def __init__(self, prompting: Prompting, essays: Essays, seed: int, depths: Sequence[float], rounds: int):
+        if not depths or not all(0 <= depth <= 100 for depth in depths):
+            raise ValueError(f"depths are percentages, from 0 to 100, got {list(depths)}")
+        if NEEDLE in essays.text:
+            raise ValueError(f"the essays {essays.name} have the needle in them already")
+        self.metric = metrics.rouge_l_title()
+        self.depths = tuple(depths)
+        self._rounds = rounds
+        self._prompting = prompting
+        self._essays = essays
+        self._seed = seed
+        self._ids = lru_cache(maxsize=1)(self._encode)
+
+    def count(self, length: int | None) -> int:
+        return len(self.depths) * self._rounds
+
+    def sample(self, length: int | None, index: int) -> Sample:
+        assert length is not None
+        turn, point = divmod(index, len(self.depths))
+        most = length - MAX_NEW_TOKENS
+        room = most - self._prompting.count(PROMPT.format(haystack=f"\n{NEEDLE}\n"))
+        while room > 0:
+            ids = self._ids(length, turn)[:room]
+            haystack = self._prompting.tokenizer.decode(ids).rstrip("\ufffd")
+            at = needle_place(haystack, self.depths[point])
+            prompt = PROMPT.format(haystack=f"{haystack[:at]}\n{NEEDLE}\n{haystack[at:]}")
+            excess = self._prompting.count(prompt) - most
+            if excess <= 0:
+                return Sample(
+                    task=self.name,
+                    length=length,
+                    index=index,
+                    prompt=prompt,
+                    answer_prefix="",
+                    references=(NEEDLE,),
+                    max_new_tokens=MAX_NEW_TOKENS,
+                    facts={
+                        "depth": self.depths[point],
+                        "placed": round(100 * at / len(haystack), 2),
+                        "essays": self._essays.name,
+                    },
+                )
+            room -= excess
+        raise ValueError(
+            f"a length of {length} is too short for needle, question and {MAX_NEW_TOKENS} tokens"
+        )
+
+    def score(self, prediction: str, sample: Sample) -> float:
+        return metrics.best(metrics.rouge_l, prediction.strip(), sample.references)
+
+    def _encode(self, length: int, turn: int) -> list[int]:
+        """Tokens of the essays, `length` of them and more."""
+        text = self._essays.text
+        start = 0
+        if turn:
+            after = random.Random(f"{self._seed} {self.name} {turn}").randrange(len(text))
+            start = text.find(". ", after) + 2 if ". " in text[after:] else 0
+        text = text[start:] + "\n" + text[:start]
+        letters = _LETTERS_A_TOKEN * length
+        text = (text * (letters // len(text) + 1))[:letters]
+        ids: list[int] = self._prompting.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+
+def needle_place(haystack: str, depth: float) -> int:
+    """Where in the haystack the needle goes: behind the last full stop before this depth, in percent."""
+    if depth == 100:
+        return len(haystack)
+    at = int(len(haystack) * depth / 100)
+    return max(haystack.rfind(end, 0, at) + 1 for end in (". ", ".\n"))
+
+
+def make(
+    name: str,
+    *,
+    prompting: Prompting,
+    essays: Essays,
+    seed: int = 42,
+    depths: Sequence[float] = DEPTHS,
+    rounds: int = 1,
+) -> NeedleGrid:
+    """The task `niah`. `rounds`: samples for each length and depth, each with another part of the essays."""
+    if name not in TASKS:
+        raise ValueError(f"no task {name!r} in the needle grid: it has one, {TASKS[0]}")
+    return NeedleGrid(prompting, essays, seed, depths, rounds)
