@@ -1,7 +1,7 @@
 """Means with their intervals, and two rules compared on the same samples.
 
-Everything is of strata: the tasks of a benchmark, each of which weighs the same however many samples it has. A
-single task is one stratum. Samples are resampled within their strata.
+Everything is of strata: the tasks of a benchmark, each of which weighs the same however many samples it has.
+A single task is one stratum. Samples are resampled within their strata.
 
 Shape letters: R resamples, N samples of a stratum.
 """
