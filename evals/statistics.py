@@ -20,7 +20,7 @@ CONFIDENCE = 0.95
 SAME = 1e-9
 """Scores go from 0 to 1; what is closer than this is the same, up to rounding."""
 
-Strata = Sequence[Sequence[float]]
+Strata = Sequence[Sequence[float]] | Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def compare(differences: Strata, *, resamples: int = RESAMPLES, seed: int = 0) -
 def bootstrap(strata: Strata, *, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
     """means_R: the mean of the strata's means, in each of the resamples."""
     total_R = np.zeros(resamples)
-    for number, stratum in enumerate(strata):
-        counts_RN = _counts(len(stratum), number, resamples, seed)
-        total_R += counts_RN @ np.asarray(stratum, np.float32) / len(stratum)
+    for number, values_N in enumerate(map(_checked, strata)):
+        counts_RN = _counts(len(values_N), number, resamples, seed)
+        total_R += counts_RN @ values_N.astype(np.float32) / len(values_N)
     return total_R / len(strata)
 
 
@@ -111,7 +111,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def _checked(stratum: Sequence[float]) -> np.ndarray:
+def _checked(stratum: Sequence[float] | np.ndarray) -> np.ndarray:
     values_N = np.asarray(stratum, np.float64)
     if not len(values_N):
         raise ValueError("a mean needs at least one sample")

@@ -54,20 +54,17 @@ def _read_meta(file: Path) -> dict[str, Any]:
 
 
 def _read_records(file: Path, meta: dict[str, Any], records: list[Record], notes: list[str]) -> None:
-    """Adds what is in one file."""
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    """Adds what is in one file. A line counts once its newline is there."""
+    *lines, rest = file.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         where = f"{file}, line {number}"
         try:
             values = json.loads(line)
         except ValueError as error:
-            if number < len(lines):
-                raise ValueError(f"{where} is not valid JSON: {error}") from error
-            notes.append(f"{where}, the last one, is only half written, as a killed run leaves it: skipped.")
-            continue
+            raise ValueError(f"{where} is not valid JSON: {error}") from error
         records.append(_record(values, meta, where))
+    if rest:
+        notes.append(f"{file}, line {len(lines) + 1}, was not written to its end: left out.")
 
 
 def _record(values: Any, meta: dict[str, Any], where: str) -> Record:

@@ -13,7 +13,7 @@ from typing import Any
 from evals.records import Record
 from evals.statistics import Comparison, Estimate, Strata, compare, estimate
 
-from .rules import Rule, named, rule
+from .configs import Rule, named, rule
 from .runs import Run
 
 BENCHMARKS = {
@@ -33,6 +33,11 @@ class Arm:
     policy: str
     compression: float | None
     budget: int | None
+
+    def __str__(self) -> str:
+        """`full`, `inertiakv@0.9` where nine tokens of ten go, `inertiakv@128` where 128 stay."""
+        numbers = [str(number) for number in (self.compression, self.budget) if number is not None]
+        return "@".join([self.policy, *numbers])
 
     @property
     def evicted(self) -> str:
@@ -68,10 +73,15 @@ class Setting:
         rule = named(wanted)
         return next((label for label, one in self.rules.items() if one == rule), None)
 
+    def references(self, chosen: str) -> list[str]:
+        """What every rule is compared with: the chosen policy, and InertiaKV."""
+        policies = dict.fromkeys([chosen, self.policy("inertiakv")])
+        return [policy for policy in policies if policy in self.rules]
+
 
 @dataclass(eq=False)
 class Suite:
-    """A benchmark at one length, under one setting. Its tasks are the columns of tables, its arms the rows."""
+    """A benchmark at one length, under one setting. Tasks are columns of tables, arms rows."""
 
     setting: Setting
     benchmark: str
@@ -112,7 +122,9 @@ class Suite:
     def missing(self, arm: Arm, task: str | None = None) -> list[tuple[str, int]]:
         """Samples, of one task or of all, that others have answered and this one has not."""
         tasks = self.tasks if task is None else [task]
-        return [(t, i) for t in tasks for i in sorted(self.samples[t] - self.records.get((arm, t), {}).keys())]
+        return [
+            (t, i) for t in tasks for i in sorted(self.samples[t] - self.records.get((arm, t), {}).keys())
+        ]
 
     @cached_property
     def estimates(self) -> dict[tuple[Arm, str | None], Estimate]:
@@ -186,9 +198,7 @@ def _suites(name: str, runs: Sequence[Run], notes: list[str]) -> list[Suite]:
     suites: dict[tuple[str, int | None], Suite] = {}
     for record in _merge(runs, notes):
         benchmark = record.task.partition(":")[0]
-        suite = suites.setdefault(
-            (benchmark, record.length), Suite(setting, benchmark, record.length, {})
-        )
+        suite = suites.setdefault((benchmark, record.length), Suite(setting, benchmark, record.length, {}))
         arm = Arm(record.policy, record.compression, record.budget_asked)
         suite.records.setdefault((arm, record.task), {})[record.index] = record
     return [suites[key] for key in sorted(suites, key=lambda key: (key[0], key[1] or 0))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ from inertiakv import EvictionConfig, policy
 Rule = dict[str, Any]
 """The fields of a config, without the budget."""
 
+BUDGET = ("compression", "budget")
 OWNERS = {"alpha": "aggregation", "scorer_seed": "scorer", "scorer_file": "scorer"}
 """Fields that follow from another one, where that is another one."""
 
@@ -20,15 +22,15 @@ def rule(config: dict[str, Any] | None) -> Rule | None:
     have their defaults."""
     if config is None:
         return None
-    budget = {"compression", "budget"}
-    return {name: value for name, value in (_DEFAULTS | config).items() if name not in budget}
+    return {name: value for name, value in (_DEFAULTS | config).items() if name not in BUDGET}
 
 
+@functools.cache
 def named(name: str) -> Rule | None:
-    """The rule of a policy, `inertiakv`, or of one with options changed, `inertiakv:alpha=0.3,pool=7`."""
-    name, _, changes = name.partition(":")
-    options = dict(change.split("=") for change in changes.split(",") if change)
-    found = policy(name, **{option: json.loads(value) for option, value in options.items()})
+    """The rule of a policy, `inertiakv`, or of one with fields changed, `inertiakv:alpha=0.3:pool=7`."""
+    name, *parts = name.split(":")
+    fields = {field: json.loads(value) for field, value in (part.split("=") for part in parts)}
+    found = policy(name, **fields)
     return rule(None if found is None else plain(found))
 
 
@@ -38,10 +40,12 @@ def plain(config: EvictionConfig) -> dict[str, Any]:
     return fields
 
 
-def changes(one: Rule, base: Rule) -> Rule:
-    """The options of `one` that are not as in `base`, without those that only follow from another."""
-    names = [name for name in one if one[name] != base.get(name)]
-    return {name: one[name] for name in names if OWNERS.get(name) not in names}
+def changes(of: Rule) -> Rule:
+    """The options that are not InertiaKV's, without those that only follow from another."""
+    names = [name for name in of if of[name] != INERTIAKV.get(name)]
+    return {name: of[name] for name in names if OWNERS.get(name) not in names}
 
 
 _DEFAULTS = plain(EvictionConfig())
+INERTIAKV = {name: value for name, value in _DEFAULTS.items() if name not in BUDGET}
+"""The defaults are the paper's rule."""
