@@ -121,7 +121,7 @@ def _checked(stratum: Sequence[float] | np.ndarray) -> np.ndarray:
 def _interval(means_R: np.ndarray) -> tuple[float, float]:
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(means_R, (tail, 1 - tail))
-    return float(low), float(high)
+    return round(float(low), 6), round(float(high), 6)  # products are in float32
 
 
 @functools.lru_cache(maxsize=16)

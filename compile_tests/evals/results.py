@@ -75,6 +75,7 @@ def make_records(
 def make_folder(folder: Path, records: Sequence[Record], **changes: Any) -> Path:
     """A results folder with these records, and what is changed of its run_meta.json."""
     folder.mkdir(parents=True)
+    policies = dict.fromkeys(record.policy for record in records)
     meta = {
         "command": f"python scripts/eval.py --out {folder.name}",
         "config": {},
@@ -85,7 +86,7 @@ def make_folder(folder: Path, records: Sequence[Record], **changes: Any) -> Path
         "essays": {"name": "bundled", "sha256": "0"},
         "data": {},
         "seed": 42,
-        "policies": {name: config(name) for name in dict.fromkeys(r.policy for r in records)},
+        "policies": changes.pop("policies", None) or {name: config(name) for name in policies},
         "tasks": {task: {"metric": "match"} for task in dict.fromkeys(r.task for r in records)},
     }
     (folder / "run_meta.json").write_text(json.dumps(meta | changes))

@@ -53,7 +53,7 @@ def by_budget(suite: Suite, file: Path) -> Picture | None:
     def paint(figure: Any, axes: Any) -> None:
         for number, (policy, arms) in enumerate(lines.items()):
             kept = [_share_kept(suite, arm) for arm in arms]
-            _line(axes[0], suite, arms, kept, policy, number)
+            _line(axes[0], suite, arms, kept, policy, (number, number))
         for arm in found:
             if arm.size == (0, 0):
                 height = 100 * suite.estimates[arm, None].mean
@@ -76,9 +76,10 @@ def by_speed(suite: Suite, file: Path) -> Picture | None:
         return None
 
     def paint(figure: Any, axes: Any) -> None:
-        policies = list(suite.setting.rules)
+        policies, sizes = list(suite.setting.rules), sorted({arm.size for arm, _ in points})
         for arm, speed in points:
-            _line(axes[0], suite, [arm], [speed], str(arm), policies.index(arm.policy))
+            look = policies.index(arm.policy), sizes.index(arm.size)
+            _line(axes[0], suite, [arm], [speed], str(arm), look)
         axes[0].set(xlabel="token/s, measured while other things may have run", ylabel="score, %")
         _legend(figure)
 
@@ -88,16 +89,22 @@ def by_speed(suite: Suite, file: Path) -> Picture | None:
 
 def by_alpha(suite: Suite, file: Path) -> Picture | None:
     """How much depends on alpha, a line for each budget."""
-    values = {
-        arm: value for arm, value in swept(suite).get("alpha", {}).items() if (arm, None) in suite.estimates
-    }
+    alphas = swept(suite).get("alpha", {})
+    values = {arm: alpha for arm, alpha in alphas.items() if (arm, None) in suite.estimates}
     if len(set(values.values())) < 2:
         return None
 
     def paint(figure: Any, axes: Any) -> None:
         for number, size in enumerate(sorted({arm.size for arm in values})):
             arms = sorted((arm for arm in values if arm.size == size), key=lambda arm: values[arm])
-            _line(axes[0], suite, arms, [values[arm] for arm in arms], f"{arms[0].evicted} evicted", number)
+            _line(
+                axes[0],
+                suite,
+                arms,
+                [values[arm] for arm in arms],
+                f"{arms[0].evicted} evicted",
+                (2 * number, number),
+            )
         axes[0].set(xlabel="alpha", ylabel="score, %")
         _legend(figure)
 
@@ -135,13 +142,15 @@ def slug(text: str) -> str:
 
 
 def _line(
-    axis: Any, suite: Suite, arms: Sequence[Arm], places: Sequence[float], label: str, number: int
+    axis: Any, suite: Suite, arms: Sequence[Arm], places: Sequence[float], label: str, look: tuple[int, int]
 ) -> None:
-    """Means with their intervals."""
+    """Means with their intervals. `look`: numbers of a colour and of a marker."""
+    from matplotlib import colormaps
+
     found = [suite.estimates[arm, None] for arm in arms]
     means = [100 * e.mean for e in found]
     bars = [[100 * max(0.0, e.mean - e.low) for e in found], [100 * max(0.0, e.high - e.mean) for e in found]]
-    colour, marker = f"C{number % 10}", "osD^vP"[number // 10 % 6]
+    colour, marker = colormaps["tab20"](look[0] % 20), "osD^vPX*"[look[1] % 8]
     axis.errorbar(places, means, bars, color=colour, marker=marker, capsize=2, linewidth=1.2, label=label)
 
 
