@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from compile_tests.tiny import row_state
 from compile_tests.tiny_chat import BOS, EOS, set_eos, tiny_chat, tiny_tokenizer
+from evals.reporting import figures
 from inertiakv import Decoder, EvictionConfig
 from inertiakv.diagnostics import RowTrace, cached_sets, retained_sets
 from inertiakv.learned import LearnedScorer, save_scorer
@@ -387,7 +388,7 @@ def test_everything(cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.
     """Two prompts, all kinds of rules, all files."""
     sizes, scorer = load_model(str(folder))[0].config, tmp_path / "scorer.safetensors"
     save_scorer(scorer, LearnedScorer(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim), {})
-    monkeypatch.setattr(plots, "available", lambda: False)
+    monkeypatch.setattr(figures, "available", lambda: False)
     questions = tmp_path / "questions.jsonl"
     lines = [TEXT, TEXT[:90] + " <b>&amp;"]
     questions.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
@@ -400,7 +401,7 @@ def test_everything(cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.
     report = json.loads(out)
     assert json.loads((tmp_path / "out" / "trace.json").read_text()) == report
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["tables.md", "text.html", "trace.json"]
-    assert plots.MISSING in err
+    assert figures.MISSING in err
     assert [prompt["steps"] for prompt in report["prompts"]] == [6, 6]
     tokens = len(f"[user]{TEXT}[assistant]") + 2
     assert report["prompts"][0]["tokens"] == tokens

@@ -15,6 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
+from evals.reporting.table import markdown_table
 from scripts.benchmarking import KVPRESS_PACKAGES, report, results
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -87,7 +88,7 @@ def section(name: str, result: dict[str, Any]) -> str:
         lines.append(f"* {report.compiling(result)}")
     lines += [f"* `{result['command']}`", ""]
     for title, rows in report.cases(result):
-        lines += [f"**{title}**", "", report.markdown_table(rows), ""]
+        lines += [f"**{title}**", "", markdown_table(report.table_lines(rows)), ""]
     for contender in result["contenders"]:
         if contender.get("profile"):
             ms = {
@@ -97,7 +98,7 @@ def section(name: str, result: dict[str, Any]) -> str:
             lines += [
                 f"A step of {where}, batch {contender['batch']}, in ms ({contender['profile']['method']}):",
                 "",
-                report.markdown_table([ms]),
+                markdown_table(report.table_lines([ms])),
                 "",
             ]
     lines += [f"* {report.scaling_line(line)}" for line in result.get("scaling", ())]

@@ -31,6 +31,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
+from evals.reporting import figures
+from evals.reporting.table import Table
 from inertiakv import Decoder, EvictionConfig
 from inertiakv.diagnostics import cached_sets
 from scripts import decode
@@ -40,7 +42,7 @@ from scripts.cli.console import PrefillBar, say
 from scripts.cli.machine import check_device
 from scripts.tracing import analysis, plots, text_view
 from scripts.tracing.runs import LEAST_STEPS, Rules, Run, choose_rules, record, record_evicting, same_steps
-from scripts.tracing.tables import Table, page, tables
+from scripts.tracing.tables import page, tables
 from scripts.tracing.text_view import Token, View
 
 Names = Annotated[str, tyro.conf.arg(metavar="NAME,...|none")]
@@ -246,8 +248,8 @@ def write(folder: Path, report: dict[str, Any], made: Sequence[Table], traced: S
     views = [view for one in traced for view in one.views]
     if views:
         (folder / "text.html").write_text(text_view.page(views), encoding="utf-8")
-    if not plots.available():
-        say(plots.MISSING)
+    if not figures.available():
+        say(figures.MISSING)
         return
     first = traced[0]
     plots.churn(folder / "churn.png", first.report["churn"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from evals.reporting.table import aligned
+
 Row = dict[str, str]
 
 
@@ -23,7 +25,7 @@ def text(result: dict[str, Any]) -> str:
     if result.get("compile_seconds"):
         lines.append(compiling(result))
     for title, rows in cases(result):
-        lines += ["", title, *_aligned(rows)]
+        lines += ["", title, *aligned(table_lines(rows))]
     for contender in result["contenders"]:
         if contender.get("profile"):
             lines += ["", *_profile(contender)]
@@ -33,11 +35,10 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def markdown_table(rows: Sequence[Row]) -> str:
-    """Rows as a Markdown table: the first column to the left, the others to the right, without empty ones."""
-    heads = _used(rows)
-    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *([row[head] for head in heads] for row in rows)]
-    return "\n".join(f"| {' | '.join(cell or ' ' for cell in line)} |" for line in lines)
+def table_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """Head and rows of a table, without empty columns."""
+    heads = [head for head in rows[0] if any(row[head] for row in rows)]
+    return [heads, *([row[head] for head in heads] for row in rows)]
 
 
 def machine(result: dict[str, Any]) -> str:
@@ -122,22 +123,6 @@ def _peak(contender: dict[str, Any]) -> str:
 
 def _milliseconds(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
-
-
-def _used(rows: Sequence[Row]) -> list[str]:
-    return [head for head in rows[0] if any(row[head] for row in rows)]
-
-
-def _aligned(rows: Sequence[Row]) -> list[str]:
-    heads = _used(rows)
-    widths = [max(len(head), *(len(row[head]) for row in rows)) for head in heads]
-    lines = [heads, *([row[head] for head in heads] for row in rows)]
-    return [
-        "  ".join(
-            [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in lines
-    ]
 
 
 def _profile(contender: dict[str, Any]) -> list[str]:

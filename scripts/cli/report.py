@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evals.reporting.table import aligned
 from inertiakv import EvictionConfig, Generation
 
 FEW_TOKENS = 64
@@ -94,14 +95,7 @@ class Run:
 def summary(runs: Sequence[Run]) -> str:
     """A table with a column for each run, and what else is to be said."""
     columns = [{"": run.policy} | run._lines() for run in runs]
-    left = max(map(len, columns[0]))
-    widths = [max(map(len, column.values())) for column in columns]
-    lines = [
-        "  ".join(
-            [name.ljust(left), *(column[name].rjust(w) for column, w in zip(columns, widths, strict=True))]
-        )
-        for name in columns[0]
-    ]
+    lines = aligned([[name, *(column[name] for column in columns)] for name in columns[0]])
     lines += [remark for run in runs for remark in run.remarks]
     if len(runs) == 2:
         lines.append(f"agreement: {agreement(*runs):.0%} of the tokens are the same")

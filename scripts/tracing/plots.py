@@ -1,35 +1,18 @@
-"""Pictures, where matplotlib is there to draw them.
+"""Pictures of what the rules do.
 
 Shape letters: T steps, P positions.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MISSING = "no plots: matplotlib is not installed (pip install -e '.[plot]')"
-
-
-def available() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def _draw(file: Path, panels: int, size: tuple[float, float], paint: Callable[[Any, Any], None]) -> None:
-    """A figure of `panels` panels below each other, each `size` inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(size[0], size[1] * panels), layout="constrained")
-    FigureCanvasAgg(figure)
-    paint(figure, figure.subplots(panels, squeeze=False)[:, 0])
-    figure.savefig(file, dpi=120)
+from evals.reporting.figures import draw
 
 
 def retention(file: Path, rasters: dict[str, tuple[Tensor, Tensor]]) -> None:
@@ -54,7 +37,7 @@ def retention(file: Path, rasters: dict[str, tuple[Tensor, Tensor]]) -> None:
             )
             axis.set(title=title, xlabel="tokens by mean utility", ylabel="step")
 
-    _draw(file, len(rasters), (9, 3), paint)
+    draw(file, len(rasters), (9, 3), paint)
 
 
 def churn(file: Path, series: dict[str, dict[str, dict[str, list[float]]]]) -> None:
@@ -70,7 +53,7 @@ def churn(file: Path, series: dict[str, dict[str, dict[str, list[float]]]]) -> N
         axes[0].legend(frameon=False, ncols=2)
         axes[-1].set_xlabel("step")
 
-    _draw(file, len(series), (9, 1.8), paint)
+    draw(file, len(series), (9, 1.8), paint)
 
 
 def matrix(file: Path, jaccard: dict[str, dict[str, float]]) -> None:
@@ -90,4 +73,4 @@ def matrix(file: Path, jaccard: dict[str, dict[str, float]]) -> None:
         figure.colorbar(image, ax=axes[0], shrink=0.8)
 
     side = 2.5 + 0.7 * len(names)
-    _draw(file, 1, (side, side), paint)
+    draw(file, 1, (side, side), paint)

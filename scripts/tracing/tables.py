@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from evals.reporting.table import Table
 
 COLUMNS = {
     "raw churn": ("raw_churn", 100, 1),
@@ -18,31 +19,6 @@ COLUMNS = {
     "rank change": ("rank_changes", 100, 1),
 }
 """Columns of the first table: a statistic, by what it is multiplied (100 for percent), and its decimals."""
-
-Row = list[str]
-
-
-@dataclass(frozen=True)
-class Table:
-    title: str
-    note: str
-    head: Row
-    rows: list[Row]
-
-    def text(self) -> str:
-        """For a terminal: the first column to the left, the others to the right."""
-        lines = [self.head, *self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(self.head))]
-        body = [
-            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
-            for line in lines
-        ]
-        return "\n".join([self.title, *body])
-
-    def markdown(self) -> str:
-        rule = ["---"] + ["---:"] * (len(self.head) - 1)
-        lines = [f"| {' | '.join(cells)} |" for cells in (self.head, rule, *self.rows)]
-        return "\n".join([f"## {self.title}", "", self.note, "", *lines])
 
 
 def tables(mean: dict[str, Any]) -> list[Table]:

@@ -1,0 +1,168 @@
+"""Pictures of scores: each is drawn only where there is something to see."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .ablations import swept
+from .figures import draw
+from .suites import Arm, Suite
+from .tables import grid_depths, tokens_per_second
+
+SIZE = (9.0, 5.0)
+
+
+@dataclass(frozen=True)
+class Picture:
+    title: str
+    file: Path
+
+
+def pictures(suites: Sequence[Suite], folder: Path) -> list[Picture]:
+    """All pictures of one setting, drawn into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made: list[Picture] = []
+    for kind, plot in (("budget", by_budget), ("speed", by_speed), ("alpha", by_alpha)):
+        for suite in suites:
+            what = f"{kind} {suite.setting.name} {suite.benchmark} {suite.length or ''}"
+            picture = plot(suite, folder / f"{slug(what)}.png")
+            made += [picture] if picture else []
+    for benchmark in dict.fromkeys(suite.benchmark for suite in suites):
+        same = [suite for suite in suites if suite.benchmark == benchmark]
+        picture = needle_maps(same, folder / f"{slug(f'depth {same[0].setting.name} {benchmark}')}.png")
+        made += [picture] if picture else []
+    return made
+
+
+def by_budget(suite: Suite, file: Path) -> Picture | None:
+    """Rules that ran at several budgets, and the full cache as a line."""
+    found = [arm for arm in suite.arms if (arm, None) in suite.estimates]
+    lines = {
+        policy: [arm for arm in found if arm.policy == policy and arm.size > (0, 0)]
+        for policy in suite.setting.rules
+    }
+    lines = {policy: arms for policy, arms in lines.items() if len(arms) > 1}
+    if not lines:
+        return None
+
+    def paint(figure: Any, axes: Any) -> None:
+        for number, (policy, arms) in enumerate(lines.items()):
+            kept = [_share_kept(suite, arm) for arm in arms]
+            _line(axes[0], suite, arms, kept, policy, (number, number))
+        for arm in found:
+            if arm.size == (0, 0):
+                height = 100 * suite.estimates[arm, None].mean
+                axes[0].axhline(height, color="0.4", linestyle="--", linewidth=1, label=str(arm))
+        axes[0].set(xlabel="budget, % of the prompt", ylabel="score, %", xscale="log")
+        ticks = sorted({round(_share_kept(suite, arm), 1) for arms in lines.values() for arm in arms})
+        axes[0].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes[0].minorticks_off()
+        _legend(figure)
+
+    draw(file, 1, SIZE, paint)
+    return Picture(f"Score by budget: {suite.title}", file)
+
+
+def by_speed(suite: Suite, file: Path) -> Picture | None:
+    """Every rule that answered, by token/s."""
+    speeds = {arm: tokens_per_second(suite.of(arm)) for arm in suite.arms if (arm, None) in suite.estimates}
+    points = [(arm, speed) for arm, speed in speeds.items() if speed]
+    if len(points) < 2:
+        return None
+
+    def paint(figure: Any, axes: Any) -> None:
+        policies, sizes = list(suite.setting.rules), sorted({arm.size for arm, _ in points})
+        for arm, speed in points:
+            look = policies.index(arm.policy), sizes.index(arm.size)
+            _line(axes[0], suite, [arm], [speed], str(arm), look)
+        axes[0].set(xlabel="token/s, measured while other things may have run", ylabel="score, %")
+        _legend(figure)
+
+    draw(file, 1, SIZE, paint)
+    return Picture(f"Score by speed: {suite.title}", file)
+
+
+def by_alpha(suite: Suite, file: Path) -> Picture | None:
+    """How much depends on alpha, a line for each budget."""
+    alphas = swept(suite).get("alpha", {})
+    values = {arm: alpha for arm, alpha in alphas.items() if (arm, None) in suite.estimates}
+    if len(set(values.values())) < 2:
+        return None
+
+    def paint(figure: Any, axes: Any) -> None:
+        for number, size in enumerate(sorted({arm.size for arm in values})):
+            arms = sorted((arm for arm in values if arm.size == size), key=lambda arm: values[arm])
+            _line(
+                axes[0],
+                suite,
+                arms,
+                [values[arm] for arm in arms],
+                f"{arms[0].evicted} evicted",
+                (2 * number, number),
+            )
+        axes[0].set(xlabel="alpha", ylabel="score, %")
+        _legend(figure)
+
+    draw(file, 1, SIZE, paint)
+    return Picture(f"Score by alpha: {suite.title}", file)
+
+
+def needle_maps(suites: Sequence[Suite], file: Path) -> Picture | None:
+    """Lengths by depths of one benchmark, a map for each rule."""
+    depths = sorted({depth for suite in suites for depth in grid_depths(suite)})
+    if not depths:
+        return None
+    arms = list(dict.fromkeys(arm for suite in suites for arm in suite.arms))
+
+    def paint(figure: Any, axes: Any) -> None:
+        image = None
+        for axis, arm in zip(axes, arms, strict=True):
+            values = [[_mean_at(suite, arm, depth) for depth in depths] for suite in suites]
+            image = axis.imshow(values, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+            axis.set_title(str(arm), fontsize=9)
+            axis.set_xticks(range(len(depths)), [f"{depth:g}" for depth in depths], rotation=90, fontsize=7)
+            axis.set_yticks(range(len(suites)), [f"{suite.length or 0:,}" for suite in suites], fontsize=7)
+        figure.supxlabel("depth of the needle, %")
+        figure.supylabel("length, tokens")
+        figure.colorbar(image, ax=list(axes), shrink=0.8, label="score, %")
+
+    metric = suites[0].setting.metrics[suites[0].tasks[0]]
+    size = (3.2, 1.0 + 0.35 * len(suites))
+    draw(file, len(arms), size, paint, columns=min(4, len(arms)))
+    return Picture(f"Needles by length and depth: {metric}", file)
+
+
+def slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+def _line(
+    axis: Any, suite: Suite, arms: Sequence[Arm], places: Sequence[float], label: str, look: tuple[int, int]
+) -> None:
+    """Means with their intervals. `look`: numbers of a colour and of a marker."""
+    from matplotlib import colormaps
+
+    found = [suite.estimates[arm, None] for arm in arms]
+    means = [100 * e.mean for e in found]
+    bars = [[100 * max(0.0, e.mean - e.low) for e in found], [100 * max(0.0, e.high - e.mean) for e in found]]
+    colour, marker = colormaps["tab20"](look[0] % 20), "osD^vPX*"[look[1] % 8]
+    axis.errorbar(places, means, bars, color=colour, marker=marker, capsize=2, linewidth=1.2, label=label)
+
+
+def _legend(figure: Any) -> None:
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+
+
+def _share_kept(suite: Suite, arm: Arm) -> float:
+    records = suite.of(arm)
+    return 100 * sum(r.budget or 0 for r in records) / sum(r.prompt_tokens for r in records)
+
+
+def _mean_at(suite: Suite, arm: Arm, depth: float) -> float:
+    scores = [r.score for r in suite.of(arm) if r.facts["depth"] == depth]
+    return 100 * sum(scores) / len(scores) if scores else math.nan

@@ -1,0 +1,134 @@
+"""Means with their intervals, and two rules compared on the same samples.
+
+Everything is of strata: the tasks of a benchmark, each of which weighs the same however many samples it has.
+A single task is one stratum. Samples are resampled within their strata.
+
+Shape letters: R resamples, N samples of a stratum.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+SAME = 1e-9
+"""Scores go from 0 to 1; what is closer than this is the same, up to rounding."""
+
+Strata = Sequence[Sequence[float]] | Sequence[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean of the strata's means, and its bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+    samples: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One rule minus another, on the samples that both have answered."""
+
+    difference: float
+    low: float
+    high: float
+    pairs: int
+    wins: int
+    ties: int
+    losses: int
+    t: float
+    """NaN, as `p` is, where there is no t-test: see `t_test`."""
+    p: float
+
+
+def estimate(strata: Strata, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
+    """The mean and its percentile interval. Raises ValueError for a stratum without samples."""
+    values = [_checked(stratum) for stratum in strata]
+    means_R = bootstrap(values, resamples=resamples, seed=seed)
+    mean = float(np.mean([stratum.mean() for stratum in values]))
+    return Estimate(mean, *_interval(means_R), sum(map(len, values)))
+
+
+def compare(differences: Strata, *, resamples: int = RESAMPLES, seed: int = 0) -> Comparison:
+    """What the differences of paired scores say. Pairs are resampled as pairs."""
+    values = [_checked(stratum) for stratum in differences]
+    found = estimate(values, resamples=resamples, seed=seed)
+    every = np.concatenate(values)
+    wins, losses = int((every > SAME).sum()), int((every < -SAME).sum())
+    counts = (found.samples, wins, found.samples - wins - losses, losses)
+    return Comparison(found.mean, found.low, found.high, *counts, *t_test(values))
+
+
+def bootstrap(strata: Strata, *, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """means_R: the mean of the strata's means, in each of the resamples."""
+    total_R = np.zeros(resamples)
+    for number, values_N in enumerate(map(_checked, strata)):
+        counts_RN = _counts(len(values_N), number, resamples, seed)
+        total_R += counts_RN @ values_N.astype(np.float32) / len(values_N)
+    return total_R / len(strata)
+
+
+def t_test(strata: Strata) -> tuple[float, float]:
+    """t and the two-sided p of the hypothesis that the mean of the strata's means is 0.
+
+    Of one stratum this is the paired t-test. Of several, variances are the strata's own and the degrees of
+    freedom are Welch and Satterthwaite's. NaN for both where there is no such test: a stratum has a single
+    pair, or all of a stratum's differences are equal in every stratum.
+    """
+    try:
+        from scipy.special import stdtr
+    except ImportError as error:
+        raise ValueError("the paired t-test needs scipy: pip install -e '.[eval]'") from error
+    values = [_checked(stratum) for stratum in strata]
+    if min(map(len, values)) < 2:
+        return math.nan, math.nan
+    variance = np.array([0.0 if np.ptp(v) < SAME else v.var(ddof=1) / len(v) for v in values])
+    if not variance.any():
+        return math.nan, math.nan
+    freedom = variance.sum() ** 2 / (variance**2 / [len(v) - 1 for v in values]).sum()
+    t = sum(v.mean() for v in values) / math.sqrt(variance.sum())
+    return float(t), float(2 * stdtr(freedom, -abs(t)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjustment: the chance of any false finding among them stays below the adjusted p.
+
+    A comparison without a p (NaN) has none afterwards, but counts as one that was made.
+    """
+    adjusted, worst = list(p_values), 0.0
+    known = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
+    for rank, (p, i) in enumerate(known):
+        worst = max(worst, min(1.0, (len(p_values) - rank) * p))
+        adjusted[i] = worst
+    return adjusted
+
+
+def _checked(stratum: Sequence[float] | np.ndarray) -> np.ndarray:
+    values_N = np.asarray(stratum, np.float64)
+    if not len(values_N):
+        raise ValueError("a mean needs at least one sample")
+    return values_N
+
+
+def _interval(means_R: np.ndarray) -> tuple[float, float]:
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(means_R, (tail, 1 - tail))
+    return round(float(low), 6), round(float(high), 6)  # products are in float32
+
+
+@functools.lru_cache(maxsize=16)
+def _counts(samples: int, stratum: int, resamples: int, seed: int) -> np.ndarray:
+    """counts_RN: how often each resample has each sample. The same for all means of so many samples, so that
+    a mean of resamples is a product with it; another one for each stratum, since these are independent."""
+    drawn_RN = np.random.default_rng([seed, stratum, samples]).integers(samples, size=(resamples, samples))
+    drawn_RN += samples * np.arange(resamples)[:, None]
+    counts = np.bincount(drawn_RN.ravel(), minlength=resamples * samples)
+    return counts.reshape(resamples, samples).astype(np.float32)

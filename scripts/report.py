@@ -1,0 +1,78 @@
+"""Make a report of what scripts/eval.py has measured: tables, comparisons and pictures.
+
+Folders of the same model, template and seed are put together, others side by side. The report is report.md,
+with its pictures in plots/, and the same in one file, report.html.
+
+Examples:
+  python scripts/report.py results/r1
+  python scripts/report.py results/r1 results/r2 --out report --reference inertiakv
+  python scripts/report.py results/* --json > figures.json
+
+The exit code is 0, or 2 where the command line or a file is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
+
+from evals.reporting import figures, page
+from evals.reporting.numbers import numbers
+from evals.reporting.runs import read_run
+from evals.reporting.suites import combine
+from scripts.cli import options
+from scripts.cli.console import say
+
+
+@dataclass(frozen=True)
+class Arguments:
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
+    """Folders that scripts/eval.py has written."""
+    out: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: the first DIR)")] = None
+    """The folder that the report goes to."""
+    reference: str = "full"
+    """The policy that all others are compared with, beside inertiakv: at the same budget, but for the full
+    cache."""
+    json: options.Switch = False
+    """Print every mean and comparison as one object to stdout, and write nothing."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return options.run(
+        lambda: report(options.parse(Arguments, argv, prog="report.py", description=__doc__ or ""))
+    )
+
+
+def report(args: Arguments) -> None:
+    if not args.folders:
+        raise ValueError("give at least one folder that scripts/eval.py has written")
+    if args.json and args.out is not None:
+        raise ValueError("--out has no effect with --json, which writes nothing")
+    runs = [read_run(folder) for folder in dict.fromkeys(args.folders)]
+    suites, notes = combine(runs)
+    policies = dict.fromkeys(arm.policy for suite in suites for arm in suite.arms)
+    if args.reference not in policies:
+        raise ValueError(f"--reference {args.reference} was not run; choose from {', '.join(policies)}")
+    if args.json:
+        print(json.dumps(numbers(runs, suites, notes, args.reference)))
+        return
+    out = args.out or args.folders[0]
+    out.mkdir(parents=True, exist_ok=True)
+    parts = page.sections(runs, suites, notes, args.reference, out / "plots")
+    (out / "report.md").write_text(page.markdown(parts), encoding="utf-8")
+    (out / "report.html").write_text(page.one_file(parts), encoding="utf-8")
+    for note in notes if figures.available() else [*notes, figures.MISSING]:
+        say(f"note: {note}")
+    print(f"{out / 'report.md'}\n{out / 'report.html'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
