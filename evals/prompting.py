@@ -24,15 +24,15 @@ class Prompting:
         if self.template == "chat" and not self.tokenizer.chat_template:
             raise ValueError("this model's tokenizer has no chat template: give --template none")
 
-    def encode(self, prompt: str, answer_prefix: str = "") -> list[int]:
-        """Token ids, with exactly one BOS where the tokenizer puts one."""
-        if self.template == "chat":
+    def encode(self, prompt: str, answer_prefix: str = "", *, chat: bool = True) -> list[int]:
+        """Token ids, with exactly one BOS where the tokenizer puts one. `chat=False`: no template."""
+        if self.template == "chat" and chat:
             prompt = chat_text(self.tokenizer, [{"role": "user", "content": prompt}])
         return encode_text(self.tokenizer, prompt + answer_prefix)
 
-    def count(self, prompt: str, answer_prefix: str = "") -> int:
+    def count(self, prompt: str, answer_prefix: str = "", *, chat: bool = True) -> int:
         """Tokens that `encode` gives."""
-        return len(self.encode(prompt, answer_prefix))
+        return len(self.encode(prompt, answer_prefix, chat=chat))
 
     def count_bos(self, ids: Sequence[int]) -> int:
         """How many BOS are among these ids: 1, or 0 where the tokenizer has none."""

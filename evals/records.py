@@ -74,11 +74,6 @@ class RecordFile:
         self._file.close()
 
 
-def file_name(rank: int, ranks: int) -> str:
-    """Where one of several processes puts its records."""
-    return "records.jsonl" if ranks == 1 else f"records-{rank}.jsonl"
-
-
 def read_records(folder: Path) -> list[Record]:
     """The records in all files of a folder. Raises ValueError for a line that is none, and for a record that
     is there twice."""

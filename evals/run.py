@@ -71,6 +71,11 @@ def make_groups(tasks: Iterable[Task], lengths: Sequence[int], samples: int | No
     return groups
 
 
+def count(groups: Iterable[Group], rules: Sequence[Rule]) -> int:
+    """How many records they make."""
+    return sum(len(group.indices) for group in groups) * len(rules)
+
+
 class Evaluation:
     """Asks a model. One decoder a rule serves the whole run, so that graphs and buffers are made once; that
     of `full` is the one that reads the prompts.
@@ -133,7 +138,9 @@ class Evaluation:
 
     def _question(self, group: Group, index: int) -> Question:
         sample = group.task.sample(group.length, index)
-        question = Question(sample, self.prompting.encode(sample.prompt, sample.answer_prefix))
+        question = Question(
+            sample, self.prompting.encode(sample.prompt, sample.answer_prefix, chat=sample.chat)
+        )
         self._tokens[group.task.name, group.length, index] = len(question.ids)
         return question
 

@@ -24,6 +24,8 @@ class Sample:
     max_new_tokens: int
     facts: dict[str, Any] = field(default_factory=dict)
     """Whatever else its record should tell: the depth of a needle, the difficulty of a question."""
+    chat: bool = True
+    """Whether the prompt goes into the chat template, where there is one: examples to continue do not."""
 
 
 class Task(Protocol):

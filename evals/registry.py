@@ -1,0 +1,116 @@
+"""Every benchmark by its name, and the tasks that a command line asks for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .prompting import Prompting
+from .task import Task
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What tasks are made of."""
+
+    prompting: Prompting
+    max_positions: int
+    """Of the model: what data-bound prompts are truncated to."""
+    seed: int
+    samples: int | None
+    essays: Any
+    """As `read_essays` gives them; None where no task needs any."""
+    data: Path | None
+    """A folder with files of benchmarks that have data; else the hub."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A module with `TASKS`, the names of its tasks, and `make`."""
+
+    module: str
+    needs: tuple[str, ...]
+    """What it can be told: `lengths`, where its tasks make prompts of any length, `essays`, `data`."""
+    options: Callable[[Setting], dict[str, Any]]
+    """What its `make` takes beside a name."""
+
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(self._import().TASKS)
+
+    def usual(self) -> tuple[str, ...]:
+        """The tasks that its own name stands for: those of the paper, where it has more."""
+        return tuple(getattr(self._import(), "PAPER_TASKS", self.tasks()))
+
+    def make(self, name: str, setting: Setting) -> Task:
+        task: Task = self._import().make(name, **self.options(setting))
+        return task
+
+    def _import(self) -> Any:
+        return importlib.import_module(self.module)
+
+
+def _of_data(setting: Setting) -> dict[str, Any]:
+    return {"prompting": setting.prompting, "max_positions": setting.max_positions, "data": setting.data}
+
+
+def _niah(setting: Setting) -> dict[str, Any]:
+    from .needle import DEPTHS
+
+    # Each round goes through all depths.
+    rounds = -(-(setting.samples or 1) // len(DEPTHS))
+    return {
+        "prompting": setting.prompting,
+        "essays": setting.essays,
+        "seed": setting.seed,
+        "rounds": rounds,
+    }
+
+
+BENCHMARKS = {
+    "longbench": Benchmark("evals.longbench", ("data",), _of_data),
+    "longbench-v2": Benchmark("evals.longbench_v2", ("data",), _of_data),
+    "niah": Benchmark("evals.needle", ("lengths", "essays"), _niah),
+}
+
+
+def benchmark(task: str) -> Benchmark:
+    """The benchmark of `benchmark:task`. Raises ValueError for one that there is not."""
+    name = task.partition(":")[0]
+    if name not in BENCHMARKS:
+        raise ValueError(f"unknown benchmark {name!r}; choose from {', '.join(BENCHMARKS)}")
+    return BENCHMARKS[name]
+
+
+def expand(names: Sequence[str]) -> list[str]:
+    """The tasks that names of tasks and benchmarks stand for, each once. Raises ValueError for a name that is
+    neither."""
+    tasks: dict[str, None] = {}
+    for name in names:
+        of = benchmark(name)
+        if name in of.tasks():
+            tasks[name] = None
+        elif name in BENCHMARKS:
+            tasks |= dict.fromkeys(of.usual())
+        else:
+            raise ValueError(f"unknown task {name!r}; choose from {', '.join(of.tasks())}")
+    return list(tasks)
+
+
+def needing(need: str, tasks: Sequence[str]) -> list[str]:
+    """Those of the tasks that can be told their `lengths`, `essays`, `data`."""
+    return [task for task in tasks if need in benchmark(task).needs]
+
+
+def read_essays(source: str | None) -> Any:
+    """The text of a file or folder, of the `hub`, or with None the project's own."""
+    from .essays import load_essays
+
+    return load_essays(source)
+
+
+def make_tasks(names: Sequence[str], setting: Setting) -> list[Task]:
+    """Raises ValueError, or OSError, for data that are missing or wrong."""
+    return [benchmark(name).make(name, setting) for name in names]
