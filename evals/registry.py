@@ -29,7 +29,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A module with `TASKS`, the names of its tasks, and `make`."""
+    """A module with `TASKS`, the names of its tasks, with the benchmark's before them or without, and `make`,
+    which takes such a name."""
 
     module: str
     needs: tuple[str, ...]
@@ -37,23 +38,24 @@ class Benchmark:
     options: Callable[[Setting], dict[str, Any]]
     """What its `make` takes beside a name."""
 
-    def tasks(self) -> tuple[str, ...]:
-        return tuple(self._import().TASKS)
-
-    def usual(self) -> tuple[str, ...]:
-        """The tasks that its own name stands for: those of the paper, where it has more."""
-        return tuple(getattr(self._import(), "PAPER_TASKS", self.tasks()))
+    def tasks(self, listed: str = "TASKS") -> dict[str, str]:
+        """Its tasks as a command line has them, `ruler:vt`, and as the module has them."""
+        module = importlib.import_module(self.module)
+        (own,) = (name for name, of in BENCHMARKS.items() if of is self)
+        names: Sequence[str] = getattr(module, listed, module.TASKS)
+        return {name if name.partition(":")[0] == own else f"{own}:{name}": name for name in names}
 
     def make(self, name: str, setting: Setting) -> Task:
-        task: Task = self._import().make(name, **self.options(setting))
+        task: Task = importlib.import_module(self.module).make(self.tasks()[name], **self.options(setting))
         return task
-
-    def _import(self) -> Any:
-        return importlib.import_module(self.module)
 
 
 def _of_data(setting: Setting) -> dict[str, Any]:
     return {"prompting": setting.prompting, "max_positions": setting.max_positions, "data": setting.data}
+
+
+def _of_seed(setting: Setting) -> dict[str, Any]:
+    return {"prompting": setting.prompting, "seed": setting.seed}
 
 
 def _niah(setting: Setting) -> dict[str, Any]:
@@ -61,18 +63,20 @@ def _niah(setting: Setting) -> dict[str, Any]:
 
     # Each round goes through all depths.
     rounds = -(-(setting.samples or 1) // len(DEPTHS))
-    return {
-        "prompting": setting.prompting,
-        "essays": setting.essays,
-        "seed": setting.seed,
-        "rounds": rounds,
-    }
+    return {**_of_seed(setting), "essays": setting.essays, "rounds": rounds}
+
+
+def _ruler(setting: Setting) -> dict[str, Any]:
+    texts = {"essays": setting.essays, "data": setting.data}
+    return {"count_tokens": setting.prompting.count, "seed": setting.seed, **texts}
 
 
 BENCHMARKS = {
+    "ruler": Benchmark("evals.ruler", ("lengths", "essays", "data"), _ruler),
     "longbench": Benchmark("evals.longbench", ("data",), _of_data),
     "longbench-v2": Benchmark("evals.longbench_v2", ("data",), _of_data),
     "niah": Benchmark("evals.needle", ("lengths", "essays"), _niah),
+    "chains": Benchmark("evals.chains", ("lengths",), _of_seed),
 }
 
 
@@ -93,7 +97,7 @@ def expand(names: Sequence[str]) -> list[str]:
         if name in of.tasks():
             tasks[name] = None
         elif name in BENCHMARKS:
-            tasks |= dict.fromkeys(of.usual())
+            tasks |= dict.fromkeys(of.tasks("PAPER_TASKS"))  # where it has more than its paper
         else:
             raise ValueError(f"unknown task {name!r}; choose from {', '.join(of.tasks())}")
     return list(tasks)

@@ -126,15 +126,19 @@ class Evaluation:
                 yield from self._answer(group, questions, done)
 
     def _batches(self, group: Group, done: Container[Key]) -> Iterator[list[Question]]:
-        """Samples that lack a record, of similar lengths and equal `max_new_tokens` together."""
+        """Samples that lack a record, those of similar lengths together. Answers of different lengths are
+        apart where the longest one behind the longest prompt would exceed the model's positions."""
         indices = [i for i in group.indices if any(group.key(i, rule) not in done for rule in self.rules)]
         if not group.task.lengths:
             indices.sort(key=lambda index: self._count(group, index))
         for start in range(0, len(indices), self.batch):
             questions = [self._question(group, index) for index in indices[start : start + self.batch]]
-            questions.sort(key=_new_tokens)
-            for _, alike in groupby(questions, key=_new_tokens):
-                yield list(alike)
+            longest = max(len(question.ids) for question in questions)
+            if longest + max(map(_new_tokens, questions)) <= self.model.config.max_positions:
+                yield questions
+            else:
+                questions.sort(key=_new_tokens)
+                yield from (list(alike) for _, alike in groupby(questions, key=_new_tokens))
 
     def _question(self, group: Group, index: int) -> Question:
         sample = group.task.sample(group.length, index)
@@ -160,10 +164,11 @@ class Evaluation:
 
     def _answer(self, group: Group, questions: list[Question], done: Container[Key]) -> Iterator[Record]:
         """A batch, rule after rule."""
-        new_tokens = questions[0].sample.max_new_tokens
-        prompts = [question.ids for question in questions]
-        if self.compile:
-            prompts += [prompts[0]] * (self.batch - len(prompts))
+        filled = questions + [questions[0]] * (self.compile * (self.batch - len(questions)))
+        prompts, limits = [question.ids for question in filled], [*map(_new_tokens, filled)]
+        new_tokens = max(limits)
+        # It costs a look at every token, on a GPU too.
+        stop = None if min(limits) == new_tokens else lambda row, tokens: len(tokens) >= limits[row]
         with _sizing("the full cache", prompts):
             self._reader.prefill(prompts, max_new_tokens=new_tokens)
         prefill = self._reader.stats.seconds.prefill
@@ -179,7 +184,7 @@ class Evaluation:
             with _naming(rule), _sizing(rule, prompts):
                 if decoder is not self._reader:
                     decoder.take_prompt(self._reader, max_new_tokens=new_tokens)
-                out = decoder.decode(new_tokens)
+                out = decoder.decode(new_tokens, stop=stop)
             spent = out.stats.seconds
             seconds = {
                 "prefill": prefill / len(questions),
@@ -200,7 +205,8 @@ class Evaluation:
         seconds: dict[str, float],
     ) -> Record:
         sample, tokens, stats = question.sample, out.tokens[row], out.stats
-        prediction = decode_answer(self.prompting.tokenizer, tokens, self.model.config.eos_token_ids)
+        eos_ids = self.model.config.eos_token_ids
+        prediction = decode_answer(self.prompting.tokenizer, tokens, eos_ids)
         return Record(
             task=sample.task,
             length=sample.length,
@@ -218,7 +224,7 @@ class Evaluation:
             references=list(sample.references),
             score=task.score(prediction, sample) if prediction.strip() else 0.0,
             answer_tokens=len(tokens),
-            finish_reason=out.finish_reasons[row],
+            finish_reason="eos" if tokens[-1] in eos_ids else "length",
             seconds=seconds,
             facts=sample.facts,
         )

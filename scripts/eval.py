@@ -194,8 +194,8 @@ def check_tasks(args: TaskOptions, names: Sequence[str], lengths: Sequence[int])
     for option, value in (("lengths", lengths or None), ("essays", args.essays), ("data", args.data)):
         if value is not None and not registry.needing(option, names):
             raise ValueError(f"--{option} has no effect on {', '.join(names)}")
-    for option, least in (("lengths", min(lengths, default=1)), ("samples", args.samples or 1)):
-        if least < 1:
+    for option, least in (("lengths", min(lengths, default=1)), ("samples", args.samples)):
+        if least is not None and least < 1:
             raise ValueError(f"--{option} must be at least 1, got {least}")
     if args.data is not None and not args.data.is_dir():
         raise ValueError(f"--data {args.data} is no folder")
@@ -212,14 +212,12 @@ def check_budgets(rules: Sequence[Rule], lengths: Sequence[int]) -> None:
 
 
 def check_folder(args: OutputOptions, process: Process) -> None:
-    """Raise ValueError for a folder with results that nobody asked to go on with. Files of other processes
+    """Raise ValueError for a folder with results that nobody asked to go on with. What other processes write
     may be of this run, which they have begun sooner."""
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is no folder")
-    used = [args.out / process.file_name]
-    if process.rank == 0:
-        used = [args.out / meta.NAME, *args.out.glob("records*.jsonl")]
-    if not args.resume and any(file.exists() for file in used):
+    own = [meta.NAME] * (process.rank == 0) + [process.file_name if process.ranks > 1 else "records*.jsonl"]
+    if not args.resume and any(found for name in own for found in args.out.glob(name)):
         raise ValueError(f"{args.out} has results of a run: go on with --resume, or give another --out")
 
 

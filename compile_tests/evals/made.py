@@ -7,7 +7,8 @@ import random
 from evals.prompting import Prompting
 from evals.task import Sample
 
-TASKS = ("made:short", "made:long")
+TASKS = ("short", "made:long")
+PAPER_TASKS = ("short",)
 NEW_TOKENS = 6
 
 
@@ -46,4 +47,5 @@ def score(prediction: str) -> float:
 
 
 def make(name: str, prompting: Prompting, seed: int) -> Made:
-    return Made(name, prompting, seed)
+    assert name in TASKS
+    return Made(f"made:{name.removeprefix('made:')}", prompting, seed)

@@ -323,6 +323,14 @@ def test_a_sample_s_record_does_not_depend_on_its_batch(loaded: Any, filled: boo
     assert by_key(list(evaluation(loaded, some_rules(), batch=2).answer(few))).items() <= alone.items()
 
 
+def test_answers_of_other_lengths_are_apart_where_one_has_no_room(loaded: Any) -> None:
+    group, rules = Group(made(loaded, "made:long"), 511, [1, 2, 3]), some_rules("full", "inertiakv")
+    records = by_key(list(evaluation(loaded, rules, batch=3).answer([group])))
+    assert records == by_key(list(evaluation(loaded, rules).answer([group])))
+    most = {r["index"]: r["prompt_tokens"] + r["answer_tokens"] for r in records.values()}
+    assert most == {1: 504 + NEW_TOKENS, 2: 503 + NEW_TOKENS, 3: 502 + NEW_TOKENS + 3}
+
+
 def test_batches_are_of_similar_lengths_where_data_decide(loaded: Any) -> None:
     records = list(evaluation(loaded, some_rules("full"), batch=2).answer([Group(Rows(), None, range(5))]))
     assert [r.prompt_tokens for r in records] == sorted(r.prompt_tokens for r in records)

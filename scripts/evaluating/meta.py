@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from evals.prompting import Prompting
-from evals.rules import Rule
+from evals.rules import KEPT, Rule
 from evals.task import Task
+from inertiakv import EvictionConfig
 from models import Transformer
 from scripts.benchmarking import machine, results
 
 NAME = "run_meta.json"
 BINDING = ("config", "model", "template", "essays", "data", "policies", "tasks")
 """What must be the same for a run to go on."""
-UNBOUND = ("started", "versions", "git", "machine", "ranks")
+UNBOUND = ("started", "versions", "git_revision", "machine", "ranks")
 """What may differ, and is noted."""
 FREE = ("out", "resume", "json", "batch", "device", "attention", "compile")
 """Options of `config` that may differ: how records are made, and where they go, but not what they say."""
@@ -51,7 +52,7 @@ def describe(
         "command": command,
         "config": config,
         "versions": machine.versions(*EXTRAS),
-        "git": machine.revision(),
+        "git_revision": machine.revision(),
         "model": {
             "name": config["model"],
             "source": str(model.source),
@@ -62,13 +63,18 @@ def describe(
         "essays": essays and {"name": essays.name, "sha256": essays.sha256},
         "data": {task.name: str(task.source) for task in tasks if hasattr(task, "source")},
         "seed": config["seed"],
-        "policies": {str(rule): rule.eviction and dataclasses.asdict(rule.eviction) for rule in rules},
+        "policies": {rule.policy: rule.eviction and _fields(rule.eviction) for rule in rules},
         "tasks": {task.name: {"metric": task.metric} for task in tasks},
         "machine": machine.describe(model.device),
         "ranks": ranks,
         "started": now(),
         "finished": None,
     }
+
+
+def _fields(eviction: EvictionConfig) -> dict[str, Any]:
+    """Of all sizes of a rule: how much is kept is among the options, and in each record."""
+    return {name: value for name, value in dataclasses.asdict(eviction).items() if name not in KEPT}
 
 
 def start(folder: Path, meta: dict[str, Any], *, resume: bool, write: bool) -> list[str]:
@@ -86,7 +92,7 @@ def start(folder: Path, meta: dict[str, Any], *, resume: bool, write: bool) -> l
     if write:
         folder.mkdir(parents=True, exist_ok=True)
         results.write(file, there)
-    return [line for key in ("versions", "git") for line in differences(there[key], meta[key], key)]
+    return [line for key in ("versions", "git_revision") for line in differences(there[key], meta[key], key)]
 
 
 def finish(folder: Path) -> None:
