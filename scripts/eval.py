@@ -9,7 +9,7 @@ Examples:
   python scripts/eval.py --tasks ruler:niah_single_1,ruler:vt --lengths 1024,2048 --samples 50 --out run1
   python scripts/eval.py --tasks niah --lengths 2048,4096 --policies full,lazy4,snapkv --compression 0.9,0.75
   python scripts/eval.py --tasks longbench --data LongBench --model meta-llama/Llama-3.1-8B-Instruct --batch 4
-  python scripts/eval.py --tasks chains --policies full,inertiakv,streaming_llm --budget 128,256 --samples 20
+  python scripts/eval.py --tasks chains --lengths 1024 --samples 20 --policies full,lazy4,tova --budget 128
   torchrun --nproc-per-node 4 scripts/eval.py --tasks ruler --lengths 16384 --samples 500 --resume
 
 --out becomes a folder with run_meta.json (every setting, versions, hashes) and records.jsonl, a line for each
@@ -175,7 +175,7 @@ def evaluate(args: Arguments, command: str) -> None:
         )
         about = meta.describe(command, config(args), model, prompting, rules, tasks, essays, process.ranks)
         records = run(evaluation, groups, args.output.out, process, about, resume=args.output.resume)
-    report(args.output, records, count(groups, rules))
+    report(args.output, records, rules, count(groups, rules))
 
 
 def numbers(option: str, text: str | None, kind: Callable[[str], N]) -> list[N]:
@@ -228,13 +228,15 @@ def config(args: Arguments) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 
 
-def report(args: OutputOptions, records: Sequence[Record], total: int) -> None:
-    scores = means(records)
-    if args.json:
-        about = {"out": str(args.out), "records": len(records), "total": total}
-        print(json.dumps({**about, "scores": [dataclasses.asdict(score) for score in scores]}))
-    elif scores:
-        print(summary(scores))
+def report(args: OutputOptions, records: Sequence[Record], rules: Sequence[Rule], total: int) -> None:
+    """What came of it, once all processes have done their share."""
+    if len(records) == total:
+        scores = means(records)
+        if args.json:
+            about = {"out": str(args.out), "records": total}
+            print(json.dumps({**about, "scores": [dataclasses.asdict(score) for score in scores]}))
+        else:
+            print(summary(scores, list(map(str, rules))))
     say(f"{len(records):,} of {total:,} records are in {args.out}")
 
 

@@ -205,7 +205,7 @@ def test_the_scores_are_told_in_the_end(cli: Cli, copy: Path) -> None:
     result = cli(*ARGV, "--out", copy, "--resume", "--json")
     assert result.out.count("\n") == 1
     told = json.loads(result.out)
-    assert (told["out"], told["records"], told["total"]) == (str(copy), 27, 27)
+    assert (told["out"], told["records"]) == (str(copy), 27)
     records = [r for r in read_records(copy) if (r.task, r.length, r.policy) == ("rows", None, "lazy2")]
     (score,) = [s for s in told["scores"] if (s["task"], s["policy"]) == ("rows", "lazy2")]
     mean = sum(r.score for r in records) / 3
@@ -270,26 +270,30 @@ def test_progress_and_the_time_to_go(
         "eval: 6 of 7 records, 71 s gone, 18 s to go",
         "eval: 7 of 7 records, 72 s gone, 0 s to go",
     ]
-    assert progress._minutes(3600 * 27 + 61) == "27:01 h"
+    assert [progress._time(seconds) for seconds in (99, 119, 5940, 3600 * 27 + 61)] == [
+        *("99 s", "2 min", "99 min", "27 h 1 min"),
+    ]
 
 
 def test_the_table_is_cut_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    means = [Mean("niah", 1000, f"policy{i}", 0.9, None, 5, i / 10) for i in range(7)]
-    means += [
-        Mean("rows", None, "policy0", 0.9, None, 4, 1.0),
-        Mean("rows", None, "policy1", 0.9, None, 3, 0.0),
-    ]
+    rules = ["full", *(f"policy{i}@0.9" for i in range(6))]
+    means = [Mean("niah", 1000, f"policy{i}", 0.9, None, 5, i / 10) for i in range(6)]
+    means += [Mean("niah", 1000, "full", None, None, 5, 1.0)]
+    means += [dataclasses.replace(mean, task="rows", length=None, n=1234, score=0.0) for mean in means]
     monkeypatch.setenv("COLUMNS", "60")
-    text = progress.summary(means)
-    assert max(map(len, text.splitlines())) <= 60
-    first, *others = text.split("\n\n")
-    assert first.splitlines()[:2] == [
-        "task          n  policy0@0.9  policy1@0.9  policy2@0.9",
-        "niah 1,000    5          0.0         10.0         20.0",
+    assert progress.summary(means, rules).splitlines() == [
+        "task            n   full  policy0@0.9  policy1@0.9",
+        "niah 1,000      5  100.0          0.0         10.0",
+        "rows        1,234    0.0          0.0          0.0",
+        "",
+        "task            n  policy2@0.9  policy3@0.9  policy4@0.9",
+        "niah 1,000      5         20.0         30.0         40.0",
+        "rows        1,234          0.0          0.0          0.0",
+        "",
+        "task            n  policy5@0.9",
+        "niah 1,000      5         50.0",
+        "rows        1,234          0.0",
     ]
-    assert first.splitlines()[2] == "rows        3-4        100.0          0.0            -"
-    assert " ".join(others).count("policy") == 4
-    assert progress.summary([]) == ""
 
 
 # Going on
@@ -411,6 +415,7 @@ def test_processes_share_a_run_and_others_go_on_with_it(
         lines = (tmp_path / f"records-{rank}.jsonl").read_text().splitlines()
         assert {json.loads(line)["index"] for line in lines} == indices
     assert "9 of 27 records are in" in results[0].err
+    assert [result.out.partition(" ")[0] for result in results] == ["", "task"]
     assert "27 of 27 records are in" in results[1].err
     assert run_meta(tmp_path)["ranks"] == 2
     assert run_meta(tmp_path)["finished"] is not None

@@ -38,7 +38,7 @@ class RecordBar:
 
     def line(self, seconds: float) -> str:
         rest = seconds / max(1, self.done - self.first) * (self.total - self.done)
-        return f"{self.done:,} of {self.total:,} records, {_minutes(seconds)} gone, {_minutes(rest)} to go"
+        return f"{self.done:,} of {self.total:,} records, {_time(seconds)} gone, {_time(rest)} to go"
 
     def close(self) -> None:
         self.bar.close()
@@ -50,38 +50,37 @@ def note(text: str) -> None:
         say(text)
 
 
-def _minutes(seconds: float) -> str:
+def _time(seconds: float) -> str:
     minutes = round(seconds / 60)
-    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes // 60}:{minutes % 60:02} h"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def summary(means: Sequence[Mean]) -> str:
+def summary(means: Sequence[Mean], rules: Sequence[str]) -> str:
     """Tasks by rules, scores in percent, in as many tables below each other as the terminal's width takes."""
-    rules = list(dict.fromkeys(label(m.policy, m.compression, m.budget) for m in means))
     rows: dict[str, dict[str, Mean]] = {}
-    for m in means:
-        name = m.task if m.length is None else f"{m.task} {m.length:,}"
-        rows.setdefault(name, {})[label(m.policy, m.compression, m.budget)] = m
-    left = [["task", *rows], ["n", *map(_count, rows.values())]]
-    margin = sum(max(map(len, column)) + 2 for column in left)
-    room = shutil.get_terminal_size((110, 24)).columns - margin
+    for mean in means:
+        name = mean.task if mean.length is None else f"{mean.task} {mean.length:,}"
+        rows.setdefault(name, {})[label(mean.policy, mean.compression, mean.budget)] = mean
+    counts = [f"{next(iter(row.values())).n:,}" for row in rows.values()]
+    left = [["task", *rows], ["n", *counts]]
+    room = shutil.get_terminal_size((110, 24)).columns - sum(map(_width, left))
     tables: list[list[list[str]]] = []
     free = 0
     for rule in rules:
-        column = [rule, *(f"{100 * row[rule].score:.1f}" if rule in row else "-" for row in rows.values())]
-        width = max(map(len, column)) + 2
-        if not tables or width > free:
+        column = [rule, *(f"{100 * row[rule].score:.1f}" for row in rows.values())]
+        if not tables or _width(column) > free:
             tables.append([*left])
             free = room
         tables[-1].append(column)
-        free -= width
+        free -= _width(column)
     return "\n\n".join("\n".join(_aligned(table)) for table in tables)
 
 
-def _count(row: dict[str, Mean]) -> str:
-    """How many samples there are: of the rule with the fewest, and of the one with the most."""
-    counts = sorted({mean.n for mean in row.values()})
-    return f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,}-{counts[-1]:,}"
+def _width(column: Sequence[str]) -> int:
+    """With the space beside it."""
+    return max(map(len, column)) + 2
 
 
 def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
