@@ -57,17 +57,15 @@ class Question:
 
 def make_groups(tasks: Iterable[Task], lengths: Sequence[int], samples: int | None) -> list[Group]:
     """Every task, at every length where it has lengths, with its first `samples` samples, or all of them.
-    Raises ValueError where it takes one of the two to know which."""
+    Raises ValueError where a task leaves it open how many there are."""
     groups = []
     for task in tasks:
-        if task.lengths and not lengths:
-            raise ValueError(f"{task.name} makes prompts of any length: give --lengths")
         for length in lengths if task.lengths else [None]:
             there = task.count(length)
             if there is None and samples is None:
                 raise ValueError(f"{task.name} makes as many samples as are asked for: give --samples")
-            count = min(n for n in (there, samples) if n is not None)
-            groups.append(Group(task, length, range(count)))
+            number = min(n for n in (there, samples) if n is not None)
+            groups.append(Group(task, length, range(number)))
     return groups
 
 
