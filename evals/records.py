@@ -1,9 +1,17 @@
-"""What is written down of each answer, one JSON object a line."""
+"""What is written down of each answer, one JSON object a line, and how it is read back.
+
+A line counts once its newline is there: what a killed run has left of a last line is no record.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class Record:
     score: float
     """From 0 to 1."""
     answer_tokens: int
+    """Tokens chosen, with the one that ended it."""
     finish_reason: str
     seconds: dict[str, float]
     """Of the batch it was in, divided by the batch's rows: `prefill` (once for all rules), `first_step`,
@@ -45,3 +54,60 @@ class Record:
     def key(self) -> tuple[Any, ...]:
         """What makes a record another one's repetition."""
         return (self.task, self.length, self.index, self.policy, self.compression, self.budget_asked)
+
+
+class RecordFile:
+    """Appends records to a file, each of them on the disk before the next. Opening it cuts off what is left
+    of a record that was not written to its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115 (as long as the run)
+        self._file.seek(0)
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
+
+    def append(self, record: Record) -> None:
+        self._file.write(json.dumps(dataclasses.asdict(record)).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_records(folder: Path) -> list[Record]:
+    """The records in all files of a folder. Raises ValueError for a line that is none, and for a record that
+    is there twice."""
+    records: dict[tuple[Any, ...], Record] = {}
+    for path in sorted(folder.glob("records*.jsonl")):
+        lines = path.read_bytes().split(b"\n")[:-1]
+        for number, line in enumerate(lines, 1):
+            try:
+                record = Record(**json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}, line {number} is no record: {error}") from error
+            if record.key in records:
+                raise ValueError(f"{path}, line {number} repeats the record {record.key}")
+            records[record.key] = record
+    return list(records.values())
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean score of one task, at one length, under one rule."""
+
+    task: str
+    length: int | None
+    policy: str
+    compression: float | None
+    budget: int | None
+    n: int
+    score: float
+
+
+def means(records: Iterable[Record]) -> list[Mean]:
+    """Mean scores, in the order in which they first come."""
+    scores: dict[tuple[str, int | None, str, float | None, int | None], list[float]] = {}
+    for r in records:
+        of = (r.task, r.length, r.policy, r.compression, r.budget_asked)
+        scores.setdefault(of, []).append(r.score)
+    return [Mean(*of, n=len(values), score=sum(values) / len(values)) for of, values in scores.items()]

@@ -1,6 +1,6 @@
-"""From text to token ids: the chat template, and exactly one BOS."""
+"""From text to token ids: the chat template, and exactly one BOS. And back: the text of an answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, str]
@@ -31,4 +31,12 @@ def chat_text(tokenizer: Any, messages: Sequence[Message], origin: str = "these 
         text: str = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     except TemplateError as error:
         raise ValueError(f"the chat template does not take {origin}: {error}") from error
+    return text
+
+
+def decode_answer(tokenizer: Any, tokens: Sequence[int], eos_ids: Collection[int]) -> str:
+    """The text of an answer, without the token that ended it."""
+    if tokens and tokens[-1] in eos_ids:
+        tokens = tokens[:-1]
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
     return text

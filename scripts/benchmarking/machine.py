@@ -1,4 +1,4 @@
-"""The machine: what it is, how fast it reads, how much memory was in use."""
+"""The machine and its software: what they are, how fast memory is read, how much was in use."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import importlib.metadata
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,10 +45,10 @@ def describe(device: torch.device) -> dict[str, Any]:
     return description
 
 
-def versions() -> dict[str, str]:
-    """Versions of what takes part, as far as it is there."""
+def versions(*others: str) -> dict[str, str]:
+    """Versions of what takes part, and of `others`, as far as it is there."""
     found = {"python": platform.python_version(), "inertiakv": __version__, "torch": torch.__version__}
-    for package in ("transformers", "triton", "kvpress"):
+    for package in ("transformers", "triton", "kvpress", *others):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -54,6 +56,24 @@ def versions() -> dict[str, str]:
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found
+
+
+def revision() -> dict[str, Any] | None:
+    """The checkout's commit, and whether files differ from it; None where git does not say."""
+
+    def git(*command: str) -> str:
+        folder = Path(__file__).resolve().parents[2]
+        return subprocess.run(
+            ["git", *command], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def measure_read(device: torch.device) -> float:

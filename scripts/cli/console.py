@@ -9,6 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from inertiakv import StopStrings, TextStream
+from models.encoding import decode_answer
 
 
 def say(text: str) -> None:
@@ -41,9 +42,7 @@ class Answer:
         self.tokenizer, self.eos_ids, self.stop = tokenizer, eos_ids, stop
 
     def text(self, tokens: list[int]) -> str:
-        if tokens and tokens[-1] in self.eos_ids:
-            tokens = tokens[:-1]
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = decode_answer(self.tokenizer, tokens, self.eos_ids)
         return text if self.stop is None else self.stop.cut(text)
 
 

@@ -1,0 +1,244 @@
+"""Ask a model the questions of benchmarks while its KV cache keeps a fraction of each prompt.
+
+Every prompt is read once, and answered under each rule: greedily, until the model ends its answer or the
+benchmark does. Tasks are ruler, longbench, longbench-v2, niah (the needle grid) and chains (long answers), or
+one of theirs, as ruler:vt. A policy is a name of `inertiakv/policies.py`, and what is changed of it, as
+lazy4:pool=13 or inertiakv:alpha=0.3:sinks=4; each one runs at each --compression, or else each --budget.
+
+Examples:
+  python scripts/eval.py --tasks ruler:niah_single_1,ruler:vt --lengths 1024,2048 --samples 50 --out run1
+  python scripts/eval.py --tasks niah --lengths 2048,4096 --policies full,lazy4,snapkv --compression 0.9,0.75
+  python scripts/eval.py --tasks longbench --data LongBench --model meta-llama/Llama-3.1-8B-Instruct --batch 4
+  python scripts/eval.py --tasks chains --lengths 1024 --samples 20 --policies full,lazy4,tova --budget 128
+  torchrun --nproc-per-node 4 scripts/eval.py --tasks ruler --lengths 16384 --samples 500 --resume
+
+--out becomes a folder with run_meta.json (every setting, versions, hashes) and records.jsonl, a line for each
+answer, written as it comes. A run that was stopped goes on with the same command and --resume: no record is
+lost, none is made twice. Under torchrun each process answers every n-th sample, on a GPU of its own where
+there are GPUs, and writes records-RANK.jsonl; another number of processes may go on with them.
+
+Scores go to stdout, or with --json one object; progress to stderr. The exit code is 0, or 2 where the command
+line or a file is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
+
+from evals import registry
+from evals.prompting import Prompting
+from evals.records import Record, means
+from evals.rules import Rule, choose_rules
+from evals.run import Evaluation, count, make_groups
+from scripts import decode
+from scripts.cli import options
+from scripts.cli.console import say
+from scripts.cli.machine import check_device, loading
+from scripts.evaluating import meta
+from scripts.evaluating.process import Process, run
+from scripts.evaluating.progress import note, summary
+
+N = TypeVar("N", int, float)
+
+List = Annotated[str | None, tyro.conf.arg(metavar="N,...", help_behavior_hint="")]
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What is asked."""
+
+    tasks: Annotated[str, tyro.conf.arg(metavar="TASK,...")]
+    """Benchmarks, and tasks of benchmarks."""
+    lengths: List = None
+    """Tokens of prompt and answer together, for tasks that make prompts of any length."""
+    samples: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: all there are)")] = None
+    """The first so many of each task and length."""
+    seed: int = 42
+    """Of what tasks make by chance."""
+    template: Literal["chat", "none"] = "chat"
+    """The tokenizer's chat template around a prompt, or the prompt as it is."""
+    essays: Annotated[
+        str | None, tyro.conf.arg(metavar="FILE|DIR|hub", help_behavior_hint="(default: the project's)")
+    ] = None
+    """The text that needles are hidden in."""
+    data: Annotated[
+        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: from the hub)")
+    ] = None
+    """The folder with the files of benchmarks that have data."""
+
+
+@dataclass(frozen=True)
+class RuleOptions:
+    """By which rules tokens are evicted."""
+
+    policies: Annotated[str, tyro.conf.arg(metavar="NAME[:FIELD=VALUE...],...")] = "full,inertiakv"
+    """Named policies; full keeps every token."""
+    compression: Annotated[
+        str | None, tyro.conf.arg(metavar="X,...", help_behavior_hint="(default: 0.9)")
+    ] = None
+    """Shares of the prompt to evict."""
+    budget: List = None
+    """Instead: tokens that are kept."""
+
+
+@dataclass(frozen=True)
+class MachineOptions(decode.MachineOptions):
+    """What computes, and how."""
+
+    batch: int = 1
+    """Prompts that are read and answered together."""
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Where the results go."""
+
+    out: Path = Path("results/eval")
+    """A folder for run_meta.json and the records."""
+    resume: options.Switch = False
+    """Go on with what is there."""
+    json: options.Switch = False
+    """Print one JSON object with the scores, and nothing else, to stdout."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    task: TaskOptions
+    rule: RuleOptions
+    machine: MachineOptions
+    output: OutputOptions
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "scripts/eval.py", *argv])
+    return options.run(
+        lambda: evaluate(options.parse(Arguments, argv, prog="eval.py", description=__doc__ or ""), command)
+    )
+
+
+def evaluate(args: Arguments, command: str) -> None:
+    """Ask everything. What is wrong by itself is found before the model is loaded, and what the prompts show
+    before any is answered."""
+    process = Process.here()
+    rules = choose_rules(
+        args.rule.policies.split(","),
+        numbers("compression", args.rule.compression, float),
+        numbers("budget", args.rule.budget, int),
+    )
+    lengths = numbers("lengths", args.task.lengths, int)
+    with loading():  # of benchmarks, which need packages of their own
+        names = registry.expand(args.task.tasks.split(","))
+        check_tasks(args.task, names, lengths)
+        check_budgets(rules, lengths)
+        check_folder(args.output, process)
+        essays = registry.read_essays(args.task.essays) if registry.needing("essays", names) else None
+    if args.machine.batch < 1:
+        raise ValueError(f"--batch must be at least 1, got {args.machine.batch}")
+    device = args.machine.device or process.device
+    check_device(device)
+
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
+        say(f"loading {args.machine.model} ...")
+        model, tokenizer = decode.load(dataclasses.replace(args.machine, device=device))
+        most = model.config.max_positions
+        if lengths and max(lengths) > most:
+            raise ValueError(f"--lengths {max(lengths)} is more than the model's {most} positions")
+        prompting = Prompting(tokenizer, args.task.template)
+        with loading():
+            tasks = registry.make_tasks(
+                names,
+                registry.Setting(prompting, most, args.task.seed, args.task.samples, essays, args.task.data),
+            )
+        groups = make_groups(tasks, lengths, args.task.samples)
+        evaluation = Evaluation(
+            model,
+            prompting,
+            rules,
+            batch=process.batch(groups, args.machine.batch),
+            compile=args.machine.compile,
+            attention=args.machine.attention,
+            on_compile=lambda what: note(f"compiling the {what} ..."),
+        )
+        about = meta.describe(command, config(args), model, prompting, rules, tasks, essays, process.ranks)
+        records = run(evaluation, groups, args.output.out, process, about, resume=args.output.resume)
+    report(args.output, records, rules, count(groups, rules))
+
+
+def numbers(option: str, text: str | None, kind: Callable[[str], N]) -> list[N]:
+    """The numbers that an option lists, each once. Raises ValueError for what is none."""
+    try:
+        return list(dict.fromkeys(map(kind, text.split(",")))) if text is not None else []
+    except ValueError:
+        raise ValueError(f"--{option} takes numbers joined by commas, got {text!r}") from None
+
+
+def check_tasks(args: TaskOptions, names: Sequence[str], lengths: Sequence[int]) -> None:
+    """Raise ValueError for options that cannot be, that are missing, or that would have no effect."""
+    made = registry.needing("lengths", names)
+    if made and not lengths:
+        raise ValueError(f"{made[0]} makes prompts of any length: give --lengths")
+    for option, value in (("lengths", lengths or None), ("essays", args.essays), ("data", args.data)):
+        if value is not None and not registry.needing(option, names):
+            raise ValueError(f"--{option} has no effect on {', '.join(names)}")
+    for option, least in (("lengths", min(lengths, default=1)), ("samples", args.samples)):
+        if least is not None and least < 1:
+            raise ValueError(f"--{option} must be at least 1, got {least}")
+    if args.data is not None and not args.data.is_dir():
+        raise ValueError(f"--data {args.data} is no folder")
+
+
+def check_budgets(rules: Sequence[Rule], lengths: Sequence[int]) -> None:
+    """Raise ValueError for a rule that protects more than it keeps of prompts as long as they may be."""
+    for rule, length in product(rules, lengths):
+        if rule.eviction is not None:
+            try:
+                rule.eviction.budget_for(length)
+            except ValueError as error:
+                raise ValueError(f"{rule}, --lengths {length}: {error}") from error
+
+
+def check_folder(args: OutputOptions, process: Process) -> None:
+    """Raise ValueError for a folder with results that nobody asked to go on with. What other processes write
+    may be of this run, which they have begun sooner."""
+    if args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {args.out} is no folder")
+    own = [meta.NAME] * (process.rank == 0) + [process.file_name if process.ranks > 1 else "records*.jsonl"]
+    if not args.resume and any(found for name in own for found in args.out.glob(name)):
+        raise ValueError(f"{args.out} has results of a run: go on with --resume, or give another --out")
+
+
+def config(args: Arguments) -> dict[str, Any]:
+    """All options, by their names."""
+    groups = (args.task, args.rule, args.machine, args.output)
+    options = {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+
+
+def report(args: OutputOptions, records: Sequence[Record], rules: Sequence[Rule], total: int) -> None:
+    """What came of it, once all processes have done their share."""
+    if len(records) == total:
+        scores = means(records)
+        if args.json:
+            about = {"out": str(args.out), "records": total}
+            print(json.dumps({**about, "scores": [dataclasses.asdict(score) for score in scores]}))
+        else:
+            print(summary(scores, list(map(str, rules))))
+    say(f"{len(records):,} of {total:,} records are in {args.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

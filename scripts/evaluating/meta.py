@@ -1,0 +1,131 @@
+"""`run_meta.json`: all that the records of a folder depend on, and whether a run may go on with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from evals.prompting import Prompting
+from evals.rules import KEPT, Rule
+from evals.task import Task
+from inertiakv import EvictionConfig
+from models import Transformer
+from scripts.benchmarking import machine, results
+
+NAME = "run_meta.json"
+BINDING = ("config", "model", "template", "essays", "data", "policies", "tasks")
+"""What must be the same for a run to go on."""
+UNBOUND = ("started", "versions", "git_revision", "machine", "ranks")
+"""What may differ, and is noted."""
+FREE = ("out", "resume", "json", "batch", "device", "attention", "compile")
+"""Options of `config` that may differ: how records are made, and where they go, but not what they say."""
+EXTRAS = ("tokenizers", "datasets", "rouge", "scipy", "wonderwords")
+"""Packages that prompts and scores depend on, too."""
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def describe(
+    command: str,
+    config: dict[str, Any],
+    model: Transformer,
+    prompting: Prompting,
+    rules: Sequence[Rule],
+    tasks: Sequence[Task],
+    essays: Any,
+    ranks: int,
+) -> dict[str, Any]:
+    """What a run is. `config` are the options of its command line."""
+    template = prompting.tokenizer.chat_template if prompting.template == "chat" else None
+    return {
+        "command": command,
+        "config": config,
+        "versions": machine.versions(*EXTRAS),
+        "git_revision": machine.revision(),
+        "model": {
+            "name": config["model"],
+            "source": str(model.source),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantize": config["quantize"],
+        },
+        "template": {"kind": prompting.template, "sha256": template and _sha256(str(template))},
+        "essays": essays and {"name": essays.name, "sha256": essays.sha256},
+        "data": {task.name: str(task.source) for task in tasks if hasattr(task, "source")},
+        "seed": config["seed"],
+        "policies": {rule.policy: rule.eviction and _fields(rule.eviction) for rule in rules},
+        "tasks": {task.name: {"metric": task.metric} for task in tasks},
+        "machine": machine.describe(model.device),
+        "ranks": ranks,
+        "started": now(),
+        "finished": None,
+    }
+
+
+def _fields(eviction: EvictionConfig) -> dict[str, Any]:
+    """Of all sizes of a rule: how much is kept is among the options, and in each record."""
+    return {name: value for name, value in dataclasses.asdict(eviction).items() if name not in KEPT}
+
+
+def start(folder: Path, meta: dict[str, Any], *, resume: bool, write: bool) -> list[str]:
+    """Check that the run that is in a folder may go on, and with `write` note that it does, or what the new
+    run there is. What has changed of its software since then. Raises ValueError where the settings are
+    others."""
+    file = folder / NAME
+    if resume and file.is_file():
+        there = read(folder)
+        check_same(folder, there, meta)
+        noted = {key: meta[key] for key in ("command", *UNBOUND)}
+        there["resumed"] = [*there.get("resumed", []), noted]
+    else:
+        there = meta
+    if write:
+        folder.mkdir(parents=True, exist_ok=True)
+        results.write(file, there)
+    return [line for key in ("versions", "git_revision") for line in differences(there[key], meta[key], key)]
+
+
+def finish(folder: Path) -> None:
+    """Note that all records are there."""
+    results.write(folder / NAME, {**read(folder), "finished": now()})
+
+
+def read(folder: Path) -> dict[str, Any]:
+    file = folder / NAME
+    try:
+        meta: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    return meta
+
+
+def check_same(folder: Path, there: dict[str, Any], meta: dict[str, Any]) -> None:
+    """Raise ValueError, naming what differs, where a run with other settings made the records in a folder."""
+    differing = []
+    for key in BINDING:
+        old, new = there.get(key), meta[key]
+        if key == "config" and isinstance(old, dict):
+            old, new = ({k: v for k, v in config.items() if k not in FREE} for config in (old, new))
+        differing += differences(old, new, key)
+    if differing:
+        raise ValueError(f"{folder} is of another run, --resume cannot go on: {'; '.join(differing)}")
+
+
+def differences(old: Any, new: Any, name: str) -> Iterator[str]:
+    """Where two values of JSON differ, in words."""
+    new = json.loads(json.dumps(new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*old, *new]):
+            yield from differences(old.get(key), new.get(key), f"{name}.{key}")
+    elif old != new:
+        yield f"{name} was {old!r} and is {new!r}"
