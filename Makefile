@@ -1,19 +1,21 @@
 # Every target below makes a virtual environment and installs into it when it is missing or stale.
 #   make test PYTEST_ARGS="-k cache -x"      make demo DEMO_ARGS="--dtype float32"      make PYTHON=python3.12 test
+#   make reproduce REPRODUCE_ARGS="--model meta-llama/Llama-3.1-8B-Instruct --scale full"
 
 PYTHON      ?= python3
 VENV        ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
+REPRODUCE_ARGS ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==/&/p' constraints.txt)
-TYPED := $(wildcard inertiakv models evals)
+TYPED := inertiakv models evals
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench clean
+.PHONY: help install demo test lint format bench reproduce clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +40,9 @@ format: $(STAMP) ## Rewrite the files in the project's style
 
 bench: $(STAMP) ## Measure decoding speed
 	$(BIN)/python scripts/bench.py $(BENCH_ARGS)
+
+reproduce: $(STAMP) ## Put the paper's claims to the test, on a small model in an hour
+	$(BIN)/python scripts/reproduce.py $(REPRODUCE_ARGS)
 
 clean: ## Remove the virtual environment, build outputs and caches
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
