@@ -19,9 +19,12 @@ from torch import Tensor
 import inertiakv
 import models
 from compile_tests.tiny_chat import tiny_chat
+from evals.rules import choose_rules
 from inertiakv import POLICIES, Decoder
 from models import load_model
 from scripts import decode, trace, train_scorer
+from scripts import eval as evaluation
+from scripts import report as reporting
 from scripts.cli import options
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +34,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 UNDERSTOOD: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "scripts/trace.py": (trace.Arguments, lambda args: trace.read_rules(args.rules)),
     "scripts/train_scorer.py": (train_scorer.Arguments, train_scorer.check),
+    "scripts/eval.py": (
+        evaluation.Arguments,
+        lambda args: choose_rules(args.rule.policies.split(","), [], []),
+    ),
+    "scripts/report.py": (reporting.Arguments, lambda args: None),
 }
 
 

@@ -1,0 +1,57 @@
+"""The paper's comparisons in one command: parts that can be run, and a small run through all of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from compile_tests.tiny_chat import tiny_chat
+from evals import registry
+from evals.rules import choose_rules
+from inertiakv import POLICIES
+from scripts import eval as evaluation
+from scripts import reproduce
+from scripts.cli import options
+
+
+@pytest.mark.parametrize("scale", [reproduce.small, reproduce.full])
+def test_parts_can_be_run(scale: Callable[[], dict[str, reproduce.Part]], tmp_path: Path) -> None:
+    asked = set()
+    for part in scale().values():
+        argv = reproduce.command(reproduce.Arguments(), tmp_path / "out", part)
+        args = options.parse(evaluation.Arguments, argv, prog="", description="")
+        rules = choose_rules(args.rule.policies.split(","), [float(args.rule.compression.split(",")[0])], [])
+        asked |= {rule.policy for rule in rules}
+        lengths = evaluation.numbers("lengths", args.task.lengths, int)
+        evaluation.check_tasks(args.task, registry.expand(args.task.tasks.split(",")), lengths)
+    assert asked >= set(POLICIES)
+
+
+def test_a_small_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_chat(tmp_path / "model")
+    parts = {
+        "one": reproduce.Part(("chains:copy",), ("full", "inertiakv", "tova"), (1400,), 2),
+        "two": reproduce.Part(("chains:copy",), ("inertiakv",), (1400,), 2, (0.5, 0.75)),
+    }
+    monkeypatch.setattr(reproduce, "small", lambda: parts)
+    out = tmp_path / "out"
+    argv = ["--model", str(model), "--out", str(out), "--batch", "2"]
+    assert reproduce.main(argv) == 0, capsys.readouterr().err
+    records = [json.loads(line) for name in parts for line in (out / name / "records.jsonl").open()]
+    assert len(records) == 2 * 3 + 2 * 2
+    assert "tova" in (out / "report.md").read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert reproduce.main(argv) == 0, "a second call has nothing left to ask"
+    assert sum(1 for name in parts for _ in (out / name / "records.jsonl").open()) == len(records)
+
+
+def test_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce.main(["--data", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "--data has no effect with --scale small" in capsys.readouterr().err
+    assert reproduce.main(["--model", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
+    assert "the part policies has failed" in capsys.readouterr().err
