@@ -19,6 +19,7 @@ from evals.reporting.runs import read_run
 from evals.reporting.suites import Suite, combine
 from evals.reporting.table import Table
 from evals.reporting.text import ranges
+from evals.statistics import holm
 from inertiakv import POLICIES
 from scripts import report
 
@@ -290,6 +291,15 @@ def test_pairs_at_the_same_budget_or_with_the_full_cache(tmp_path: Path) -> None
     assert table is not None
     assert "4 comparisons in this table" in table.note
     assert against_table(suite, "full", by_task=True) is None  # one task
+
+
+def test_p_is_adjusted_within_a_table(tmp_path: Path) -> None:
+    shares = {"full": 1.0, "inertiakv": 0.75, "tova": 0.25, "lazy4": 0.5}
+    suite = one_suite(tmp_path, make_records(RULER, 512, list(shares), by_policy(shares)))
+    found = against(suite, "full")
+    assert len({pairing.result.p for pairing in found}) == 3
+    assert [pairing.adjusted for pairing in found] == holm([pairing.result.p for pairing in found])
+    assert max(pairing.adjusted / pairing.result.p for pairing in found) == pytest.approx(3)
 
 
 def test_missing_samples_are_told_and_pairs_are_of_common_ones(tmp_path: Path) -> None:
