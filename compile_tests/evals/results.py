@@ -82,7 +82,7 @@ def make_folder(folder: Path, records: Sequence[Record], **changes: Any) -> Path
         "versions": {"torch": "2.13.0"},
         "git_revision": "abc123",
         "model": {"name": "meta-llama/Llama-3.1-8B-Instruct", "source": "hub", "dtype": "bfloat16"},
-        "template": "chat",
+        "template": {"kind": "chat", "sha256": "1"},
         "essays": {"name": "bundled", "sha256": "0"},
         "data": {},
         "seed": 42,

@@ -399,26 +399,16 @@ def test_files_of_ranks_and_a_line_that_was_not_finished(tmp_path: Path) -> None
     (folder / "records-1.jsonl").write_text(lines[1] + lines[3][:50])
     run = read_run(folder)
     assert sorted(record.index for record in run.records) == [0, 1, 2]
-    assert run.notes == [f"{folder / 'records-1.jsonl'}, line 2, was not written to its end: left out."]
-
-
-def test_further_keys_are_no_matter(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "a", [make_record("niah", 512, 0, "full")], machine="fast")
-    file = folder / "records.jsonl"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"mood": "good"}) + "\n")
-    assert len(read_run(folder).records) == 1
-
-
-def drop(key: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda values: {name: value for name, value in values.items() if name != key}
+    half = folder / "records-1.jsonl"
+    assert run.notes == [f"The last line of {half} was not written to its end: left out."]
 
 
 @pytest.mark.parametrize(
     "file, change, message",
     [
         ("records.jsonl", lambda text: "", "there are no records in"),
-        ("records.jsonl", lambda text: text + "{oops}\n", "records.jsonl, line 2 is not valid JSON"),
-        ("records.jsonl", lambda text: text + "[]\n", "line 2 is no record: it has no answer_tokens, "),
+        ("records.jsonl", lambda text: text + "{oops}\n", "records.jsonl, line 2 is no record"),
+        ("records.jsonl", lambda text: text + "[]\n", "line 2 is no record"),
         ("records.jsonl", lambda text: text.replace('"score": 1.0', '"score": 50'), "0 to 1, got 50"),
         ("records.jsonl", lambda text: text.replace('"score": 1.0', '"score": NaN'), "0 to 1, got nan"),
         (
@@ -437,7 +427,7 @@ def drop(key: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     ],
 )
 def test_what_is_no_run(cli: Cli, tmp_path: Path, file: str, change: Any, message: str) -> None:
-    folder = make_folder(tmp_path / "a", [make_record("niah", 512, 0, "full")])
+    folder = make_folder(tmp_path / "a", [make_record("niah", 512, 0, "full")], machine="fast")
     text = (folder / file).read_text()
     (folder / file).write_text(change(text))
     code, out, err = cli(folder)

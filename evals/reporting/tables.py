@@ -29,7 +29,7 @@ def runs(found: Sequence[Run]) -> Table:
         rows.append(
             [
                 *(str(run.folder), str(len(run.records)), model["name"], str(model.get("source", "-"))),
-                *(str(model.get("dtype", "-")), str(meta["template"]), str(meta["seed"]), essays),
+                *(str(model.get("dtype", "-")), meta["template"]["kind"], str(meta["seed"]), essays),
                 *(str(meta["git_revision"]), versions),
             ]
         )
