@@ -80,7 +80,7 @@ def make_folder(folder: Path, records: Sequence[Record], **changes: Any) -> Path
         "command": f"python scripts/eval.py --out {folder.name}",
         "config": {},
         "versions": {"torch": "2.13.0"},
-        "git_revision": "abc123",
+        "git_revision": {"commit": "abc123", "dirty": True},
         "model": {"name": "meta-llama/Llama-3.1-8B-Instruct", "source": "hub", "dtype": "bfloat16"},
         "template": {"kind": "chat", "sha256": "1"},
         "essays": {"name": "bundled", "sha256": "0"},

@@ -392,7 +392,8 @@ def test_one_name_for_two_things(tmp_path: Path) -> None:
 
 
 def test_files_of_ranks_and_a_line_that_was_not_finished(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "a", [make_record("niah", 512, i, "full") for i in range(4)])
+    made = [make_record("niah", 512, i, "full") for i in range(4)]
+    folder = make_folder(tmp_path / "a", made, finished=None)
     lines = (folder / "records.jsonl").read_text().splitlines(keepends=True)
     (folder / "records.jsonl").unlink()
     (folder / "records-0.jsonl").write_text("".join(lines[::2]))
@@ -400,7 +401,11 @@ def test_files_of_ranks_and_a_line_that_was_not_finished(tmp_path: Path) -> None
     run = read_run(folder)
     assert sorted(record.index for record in run.records) == [0, 1, 2]
     half = folder / "records-1.jsonl"
-    assert run.notes == [f"The last line of {half} was not written to its end: left out."]
+    assert run.notes == [
+        f"The last line of {half} was not written to its end: left out.",
+        f"The run in {folder} has not finished: go on with scripts/eval.py --resume.",
+    ]
+    assert column(tables.runs([run]), "revision") == ["abc123 and changes"]
 
 
 @pytest.mark.parametrize(

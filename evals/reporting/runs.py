@@ -35,6 +35,8 @@ def read_run(folder: Path) -> Run:
         _check(record, meta, folder)
     cut = [file for file in files if not file.read_bytes().endswith(b"\n") and file.stat().st_size]
     notes = [f"The last line of {file} was not written to its end: left out." for file in cut]
+    if meta.get("finished", "") is None:
+        notes.append(f"The run in {folder} has not finished: go on with scripts/eval.py --resume.")
     return Run(folder, meta, records, notes)
 
 
