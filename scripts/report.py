@@ -34,7 +34,9 @@ from scripts.cli.console import say
 
 @dataclass(frozen=True)
 class Arguments:
-    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
+    folders: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...", help_behavior_hint="")
+    ]
     """Folders that scripts/eval.py has written."""
     out: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: the first DIR)")] = None
     """The folder that the report goes to."""

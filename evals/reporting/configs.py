@@ -7,12 +7,12 @@ import functools
 import json
 from typing import Any
 
+from evals.rules import KEPT, parse_policy
 from inertiakv import EvictionConfig, policy
 
 Rule = dict[str, Any]
 """The fields of a config, without the budget."""
 
-BUDGET = ("compression", "budget")
 OWNERS = {"alpha": "aggregation", "scorer_seed": "scorer", "scorer_file": "scorer"}
 """Fields that follow from another one, where that is another one."""
 
@@ -22,14 +22,13 @@ def rule(config: dict[str, Any] | None) -> Rule | None:
     have their defaults."""
     if config is None:
         return None
-    return {name: value for name, value in (_DEFAULTS | config).items() if name not in BUDGET}
+    return {name: value for name, value in (_DEFAULTS | config).items() if name not in KEPT}
 
 
 @functools.cache
-def named(name: str) -> Rule | None:
-    """The rule of a policy, `inertiakv`, or of one with fields changed, `inertiakv:alpha=0.3:pool=7`."""
-    name, *parts = name.split(":")
-    fields = {field: json.loads(value) for field, value in (part.split("=") for part in parts)}
+def named(text: str) -> Rule | None:
+    """The rule of a policy as a command line has it: `inertiakv`, or `inertiakv:alpha=0.3:pool=7`."""
+    name, fields = parse_policy(text)
     found = policy(name, **fields)
     return rule(None if found is None else plain(found))
 
@@ -47,5 +46,5 @@ def changes(of: Rule) -> Rule:
 
 
 _DEFAULTS = plain(EvictionConfig())
-INERTIAKV = {name: value for name, value in _DEFAULTS.items() if name not in BUDGET}
+INERTIAKV = {name: value for name, value in _DEFAULTS.items() if name not in KEPT}
 """The defaults are the paper's rule."""

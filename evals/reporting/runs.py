@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evals.records import Record
+from evals.records import Record, read_records
 
 META = (
     *("command", "config", "versions", "git_revision", "model", "template", "essays", "data", "seed"),
     *("policies", "tasks"),
 )
-FIELDS = {field.name for field in dataclasses.fields(Record)}
 
 
 @dataclass(frozen=True)
@@ -30,13 +28,15 @@ def read_run(folder: Path) -> Run:
     files = sorted(folder.glob("records*.jsonl"))
     if not files:
         raise ValueError(f"{folder} holds no records.jsonl: give folders that scripts/eval.py has written")
-    meta = _read_meta(folder / "run_meta.json")
-    records: list[Record] = []
-    notes: list[str] = []
-    for file in files:
-        _read_records(file, meta, records, notes)
+    meta, records = _read_meta(folder / "run_meta.json"), read_records(folder)
     if not records:
         raise ValueError(f"there are no records in {', '.join(map(str, files))}")
+    for record in records:
+        _check(record, meta, folder)
+    cut = [file for file in files if not file.read_bytes().endswith(b"\n") and file.stat().st_size]
+    notes = [f"The last line of {file} was not written to its end: left out." for file in cut]
+    if meta.get("finished", "") is None:
+        notes.append(f"The run in {folder} has not finished: go on with scripts/eval.py --resume.")
     return Run(folder, meta, records, notes)
 
 
@@ -53,29 +53,11 @@ def _read_meta(file: Path) -> dict[str, Any]:
     return dict(meta)
 
 
-def _read_records(file: Path, meta: dict[str, Any], records: list[Record], notes: list[str]) -> None:
-    """Adds what is in one file. A line counts once its newline is there."""
-    *lines, rest = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, 1):
-        where = f"{file}, line {number}"
-        try:
-            values = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where} is not valid JSON: {error}") from error
-        records.append(_record(values, meta, where))
-    if rest:
-        notes.append(f"{file}, line {len(lines) + 1}, was not written to its end: left out.")
-
-
-def _record(values: Any, meta: dict[str, Any], where: str) -> Record:
-    missing = FIELDS.difference(values) if isinstance(values, dict) else FIELDS
-    if missing:
-        raise ValueError(f"{where} is no record: it has no {', '.join(sorted(missing))}")
-    record = Record(**{name: values[name] for name in FIELDS})
+def _check(record: Record, meta: dict[str, Any], folder: Path) -> None:
+    where = f"{folder}: {record.policy} on {record.task}, length {record.length}, sample {record.index}"
     score = record.score
     if isinstance(score, bool) or not isinstance(score, (int, float)) or not 0 <= score <= 1:
         raise ValueError(f"{where}: a score is a number from 0 to 1, got {score!r}")
     for kind, name in (("policies", record.policy), ("tasks", record.task)):
         if name not in meta[kind]:
             raise ValueError(f"{where}: {name!r} is not among the {kind} of run_meta.json")
-    return record

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.records import Record
+from evals.rules import label
 from evals.statistics import Comparison, Estimate, Strata, compare, estimate
 
 from .configs import Rule, named, rule
@@ -35,9 +36,7 @@ class Arm:
     budget: int | None
 
     def __str__(self) -> str:
-        """`full`, `inertiakv@0.9` where nine tokens of ten go, `inertiakv@128` where 128 stay."""
-        numbers = [str(number) for number in (self.compression, self.budget) if number is not None]
-        return "@".join([self.policy, *numbers])
+        return label(self.policy, self.compression, self.budget)
 
     @property
     def evicted(self) -> str:
@@ -71,7 +70,7 @@ class Setting:
     def policy(self, wanted: str) -> str | None:
         """What a named policy is called here."""
         rule = named(wanted)
-        return next((label for label, one in self.rules.items() if one == rule), None)
+        return next((name for name, one in self.rules.items() if one == rule), None)
 
     def references(self, chosen: str) -> list[str]:
         """What every rule is compared with: the chosen policy, and InertiaKV."""
@@ -176,7 +175,8 @@ def combine(runs: Sequence[Run]) -> tuple[list[Suite], list[str]]:
 
 def _identity(run: Run) -> dict[str, Any]:
     """What results must have in common to be compared."""
-    return {**run.meta["model"], "template": run.meta["template"], "seed": run.meta["seed"]}
+    template = {"template": run.meta["template"]["kind"], "template's sha256": run.meta["template"]["sha256"]}
+    return {**run.meta["model"], **template, "seed": run.meta["seed"]}
 
 
 def _names(identities: Sequence[dict[str, Any]]) -> list[str]:

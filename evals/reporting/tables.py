@@ -29,8 +29,8 @@ def runs(found: Sequence[Run]) -> Table:
         rows.append(
             [
                 *(str(run.folder), str(len(run.records)), model["name"], str(model.get("source", "-"))),
-                *(str(model.get("dtype", "-")), str(meta["template"]), str(meta["seed"]), essays),
-                *(str(meta["git_revision"]), versions),
+                *(str(model.get("dtype", "-")), meta["template"]["kind"], str(meta["seed"]), essays),
+                *(_revision(meta["git_revision"]), versions),
             ]
         )
     head = ["folder", "records", "model", "source", "dtype", "template", "seed", "essays", "revision"]
@@ -214,6 +214,11 @@ def tokens_per_second(records: Sequence[Record]) -> float | None:
     """None where nothing was decoded."""
     seconds = sum(record.seconds["decode"] for record in records)
     return sum(record.answer_tokens for record in records) / seconds if seconds else None
+
+
+def _revision(git: dict[str, Any] | None) -> str:
+    """A commit, and whether the files were its own."""
+    return "-" if git is None else git["commit"][:12] + " and changes" * git["dirty"]
 
 
 def _mean(records: Sequence[Record], of: Callable[[Record], float]) -> float:

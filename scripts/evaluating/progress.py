@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from evals.records import Mean
+from evals.reporting.table import aligned
 from evals.rules import label
 from scripts.cli.console import say
 
@@ -75,18 +76,9 @@ def summary(means: Sequence[Mean], rules: Sequence[str]) -> str:
             free = room
         tables[-1].append(column)
         free -= _width(column)
-    return "\n\n".join("\n".join(_aligned(table)) for table in tables)
+    return "\n\n".join("\n".join(aligned([*zip(*table, strict=True)])) for table in tables)
 
 
 def _width(column: Sequence[str]) -> int:
     """With the space beside it."""
     return max(map(len, column)) + 2
-
-
-def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in columns]
-    return [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in zip(*columns, strict=True)
-    ]
