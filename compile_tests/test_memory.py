@@ -98,8 +98,9 @@ def test_prefill_makes_nothing_of_the_size_of_queries_times_slots() -> None:
     decoder = decoder_for(model, EvictionConfig(), prefill_chunk=2048)
     with Largest() as largest:
         decoder.prefill(random_prompt(tokens), max_new_tokens=1)
-    assert decoder._logits_BV is not None
-    assert decoder._logits_BV.shape[0] == 1, "logits of the last token alone"
+    logits_BV = decoder._current().logits_BV
+    assert logits_BV is not None
+    assert logits_BV.shape[0] == 1, "logits of the last token alone"
     assert largest.elements < 2048 * tokens / 4
 
 

@@ -83,10 +83,12 @@ class Aggregation(nn.Module):
             self.register_buffer(f"salt_{layer}", salt.clone())
         self._fill(config)
 
-    def smooth(self, alpha: float) -> None:
-        """Go on with another alpha."""
-        self.alpha = alpha
-        self._fill(dataclasses.replace(self._config, alpha=alpha))
+    def smooth(self, alpha: float | None) -> None:
+        """Go on with another alpha, None for the rule's own."""
+        alpha = self._config.alpha if alpha is None else alpha
+        if alpha != self.alpha:
+            self.alpha = alpha
+            self._fill(dataclasses.replace(self._config, alpha=alpha))
 
     def _fill(self, config: EvictionConfig) -> None:
         numbers = zip(*layer_coefficients(config, len(self.layers)), strict=True)

@@ -1,5 +1,5 @@
-"""Which caches exist, how large they are, and whether they fit: the decode cache that stays, and large ones
-that go."""
+"""Which buffers exist, how large they are, and whether they fit: those of decoding, which stay, and large
+caches that go."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from . import memory
 from .cache import CacheShape, SlotCache, bucket
 from .config import Scope
 from .protocol import LanguageModel
+from .recording import Recorder
+from .rows import Rows
 
 
 class Buffers:
-    """Makes caches for a model. The decode cache is kept from one conversation to the next, at the same
-    address, so that compiled graphs stay valid; one of another shape replaces it."""
+    """Makes caches for a model, and what goes with them. Decode cache, rows and recorder are kept from one
+    conversation to the next, at the same address, so that compiled graphs stay valid; a decode cache or a
+    recorder of another shape replaces the one before."""
 
-    def __init__(self, model: LanguageModel, scope: Scope) -> None:
+    def __init__(self, model: LanguageModel, scope: Scope, recorded_steps: int = 0) -> None:
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
         self.scope: Scope = scope
+        self.recorded_steps = recorded_steps
+        self.recorder: Recorder | None = None
         self._decode_cache: SlotCache | None = None
+        self._rows: dict[int, Rows] = {}
 
     def shape(self, batch: int, slots: int) -> CacheShape:
         config = self.config
@@ -39,6 +45,26 @@ class Buffers:
 
     def is_decode_cache(self, cache: SlotCache) -> bool:
         return cache is self._decode_cache
+
+    def rows(self, batch: int) -> Rows:
+        if batch not in self._rows:
+            self._rows[batch] = Rows(batch, self.device)
+        return self._rows[batch]
+
+    def recorder_for(self, cache: SlotCache) -> Recorder | None:
+        """What steps in this cache are recorded by, None where they are not."""
+        sizes = (cache.shape.layers, cache.shape.batch, cache.shape.slots)
+        if self.recorded_steps and (self.recorder is None or self.recorder.score_TLBN.shape[1:] != sizes):
+            self.recorder = Recorder(self.recorded_steps, *sizes, self.device)
+        return self.recorder
+
+    def check_place(self, model: LanguageModel) -> None:
+        """Raise ValueError where the model has been moved: graphs and buffers are made for where it was."""
+        was, now = (self.dtype, self.device), (model.dtype, model.device)
+        if was != now:
+            raise ValueError(
+                f"the model was {was[0]} on {was[1]} and is {now[0]} on {now[1]}: make a new Decoder"
+            )
 
     def require(self, batch: int, prompt_slots: int, decode_slots: int, chunk: int) -> None:
         """Raise MemoryError, with an estimate, where a request does not fit beside what is allocated."""

@@ -9,135 +9,114 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from .cache import SlotCache
-from .experimental import AdaptiveAlpha
+from .conversation import Conversation, Engine
 from .results import Seconds, Stats
 from .rows import Rows
 
-if TYPE_CHECKING:
-    from .decoder import Decoder
-
 FORMAT = "inertiakv conversation 2"
+_PLAIN = ("overfull", "tokens", "turn_step")  # what of a conversation is written as it is
 
 
-def save(decoder: Decoder, path: str | Path) -> None:
-    """Write a decoder's conversation. Raises ValueError where there is none."""
-    cache = decoder._conversation()
-    tensors = {f"cache.{name}": tensor for name, tensor in cache.state_dict().items()}
-    tensors |= {f"rows.{name}": tensor for name, tensor in decoder.rows.state_dict().items()}
-    if decoder._logits_BV is not None:
-        tensors["logits"] = decoder._logits_BV
-    stats = dataclasses.asdict(decoder.stats)
+def save(conversation: Conversation, path: str | Path) -> None:
+    """Write a conversation."""
+    tensors = _buffers(conversation.cache, conversation.rows)
+    if conversation.logits_BV is not None:
+        tensors["logits"] = conversation.logits_BV
+    stats = dataclasses.asdict(conversation.stats)
     stats.pop("graphs")
     state = {
-        **_identity(decoder),
-        "slots": cache.shape.slots,
-        "overfull": decoder._overfull,
-        "tokens": decoder._tokens,
-        "turn_step": decoder._turn_step,
-        "stopped": sorted(decoder._stopped),
-        "alpha": _chosen_alpha(decoder),
+        **_identity(conversation.engine),
+        "slots": conversation.cache.shape.slots,
+        **{name: getattr(conversation, name) for name in _PLAIN},
+        "stopped": sorted(conversation.stopped),
+        "alpha": conversation.alpha,
         "stats": stats,
     }
-    save_file(
-        {name: t.contiguous() for name, t in tensors.items()},
-        path,
-        {"format": FORMAT, "state": json.dumps(state)},
-    )
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path, {"format": FORMAT, "state": json.dumps(state)})
 
 
-def load(decoder: Decoder, path: str | Path) -> None:
-    """Put a saved conversation in the place of a decoder's own. Raises ValueError for a file that is none, or
-    that another model, dtype or eviction rule made; then the decoder's own conversation stays."""
+def read(engine: Engine, path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The state and the tensors of a saved conversation, for `restore`. Raises ValueError for a file that is
+    none, or that another model, dtype or eviction rule made."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no saved conversation at {path}")
     try:
-        with safe_open(path, "pt", device=str(decoder.model.device)) as file:
+        with safe_open(path, "pt", device=str(engine.model.device)) as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"{path} is no saved conversation ({FORMAT!r} expected)")
             state = json.loads(metadata["state"])
-            for name, ours in _identity(decoder).items():
+            for name, ours in _identity(engine).items():
                 if state[name] != ours:
                     raise ValueError(f"{path} was saved with {name} {state[name]}, this decoder has {ours}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            _check_complete(decoder, state, tensors)
+            _check_complete(engine, state, tensors)
     except SafetensorError as error:
         raise ValueError(f"{path} is no readable safetensors file: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
-    _restore(decoder, state, tensors)
+    return state, tensors
+
+
+def restore(engine: Engine, state: dict[str, Any], tensors: dict[str, Tensor]) -> Conversation:
+    """The conversation, in the place of the engine's former one."""
+    stats, slots = _stats(state), state["slots"]
+    if state["overfull"]:
+        cache = engine.buffers.prompt_cache(stats.batch, slots - 1)
+    else:
+        cache = engine.buffers.decode_cache(stats.batch, slots)
+    cache.allocate()
+    rows = engine.buffers.rows(stats.batch)
+    for name, buffer in _buffers(cache, rows).items():
+        buffer.copy_(tensors[name])
+    plain = {name: state[name] for name in _PLAIN}
+    logits_BV, stopped, alpha = tensors.get("logits"), set(state["stopped"]), state.get("alpha")
+    return Conversation(
+        engine, cache, rows, stats, **plain, logits_BV=logits_BV, stopped=stopped, alpha=alpha
+    )
+
+
+def _buffers(cache: SlotCache, rows: Rows) -> dict[str, Tensor]:
+    return nn.ModuleDict({"cache": cache, "rows": rows}).state_dict()
 
 
 def _stats(state: dict[str, Any]) -> Stats:
     return Stats(**{**state["stats"], "seconds": Seconds(**state["stats"]["seconds"])})
 
 
-def _check_complete(decoder: Decoder, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def _check_complete(engine: Engine, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Raise for a state or a tensor that is missing, of another shape or of another dtype."""
     stats = _stats(state)
-    for name in ("overfull", "tokens", "turn_step", "stopped"):
+    for name in (*_PLAIN, "stopped"):
         state[name]
-    shape = decoder.buffers.shape(stats.batch, state["slots"])
-    cache = SlotCache(shape, dtype=decoder.model.dtype, device="meta")
-    for prefix, module in (("cache.", cache), ("rows.", Rows(stats.batch, torch.device("meta")))):
-        for name, buffer in module.state_dict().items():
-            tensor = tensors[prefix + name]
-            if (tensor.shape, tensor.dtype) != (buffer.shape, buffer.dtype):
-                raise ValueError(
-                    f"{prefix + name} is {tensor.dtype} {list(tensor.shape)} in the saved conversation"
-                )
+    shape = engine.buffers.shape(stats.batch, state["slots"])
+    cache = SlotCache(shape, dtype=engine.model.dtype, device="meta")
+    for name, buffer in _buffers(cache, Rows(stats.batch, torch.device("meta"))).items():
+        tensor = tensors[name]
+        if (tensor.shape, tensor.dtype) != (buffer.shape, buffer.dtype):
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)} in the saved conversation")
 
 
-def _restore(decoder: Decoder, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    decoder._forget()
-    decoder.stats = _stats(state)
-    batch, slots = decoder.stats.batch, state["slots"]
-    if state["overfull"]:
-        cache = decoder.buffers.prompt_cache(batch, slots - 1)
-    else:
-        cache = decoder.buffers.decode_cache(batch, slots)
-    cache.allocate()
-    rows: Rows = decoder._rows_for(batch)
-    with torch.no_grad():
-        for prefix, module in (("cache.", cache), ("rows.", rows)):
-            for name, buffer in module.state_dict().items():
-                buffer.copy_(tensors[prefix + name])
-    decoder.cache, decoder.rows, decoder._logits_BV = cache, rows, tensors.get("logits")
-    decoder._overfull, decoder._turn_step = state["overfull"], state["turn_step"]
-    decoder._tokens, decoder._stopped = state["tokens"], set(state["stopped"])
-    if decoder._warming_up and state.get("alpha") is not None:
-        decoder._smooth(state["alpha"])
-        decoder._warming_up = False
-
-
-def _chosen_alpha(decoder: Decoder) -> float | None:
-    """What `AdaptiveAlpha` has chosen in this conversation; a warm-up that has not ended begins anew."""
-    if not isinstance(decoder.eviction, AdaptiveAlpha) or decoder._warming_up:
-        return None
-    assert decoder.aggregation is not None
-    return decoder.aggregation.alpha
-
-
-def _identity(decoder: Decoder) -> dict[str, Any]:
+def _identity(engine: Engine) -> dict[str, Any]:
     """What a conversation cannot do without: the sizes of the model, its dtype, the eviction rule."""
-    config = decoder.model.config
+    model, eviction = engine.model, engine.method.eviction
     sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size", "windows")
-    embedding = (
-        next(decoder.model.parameters()) if isinstance(decoder.model, torch.nn.Module) else torch.zeros(1)
-    )
-    eviction = None if decoder.eviction is None else dataclasses.asdict(decoder.eviction)
+    embedding = next(model.parameters()) if isinstance(model, torch.nn.Module) else torch.zeros(1)
+    rule = None if eviction is None else dataclasses.asdict(eviction)
     return {
-        "model": {name: json.loads(json.dumps(getattr(config, name))) for name in sizes},
-        "rope": repr(getattr(config, "rope", None)),
+        "model": {name: json.loads(json.dumps(getattr(model.config, name))) for name in sizes},
+        "rope": repr(getattr(model.config, "rope", None)),
         # Tells models of the same sizes apart; rounded, since devices add up in another order.
         "weights": f"{embedding.double().abs().sum().item():.6g}",
-        "dtype": str(decoder.model.dtype),
-        "eviction": json.loads(json.dumps(eviction)),
+        "dtype": str(model.dtype),
+        "eviction": json.loads(json.dumps(rule)),
     }

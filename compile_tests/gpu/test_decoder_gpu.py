@@ -147,7 +147,7 @@ def test_two_cuda_graphs_are_replayed_and_no_step_waits(seed: int) -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(READ_EVERY):
-                decoder._decode_step(greedy=True)
+                decoder._current().decode_step(greedy=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert len(replayed) == READ_EVERY, "every step is the replay of one graph"

@@ -143,4 +143,4 @@ def fill_instead_of_prefill(decoder: Decoder) -> None:
             hidden = decoder.model.config.hidden_size
             return torch.randn(len(rows), hidden, dtype=cache.dtype, device=cache.device)
 
-    decoder._prefill = Filling()  # type: ignore[assignment]
+    decoder._engine.prefill = Filling()  # type: ignore[assignment]
