@@ -162,7 +162,8 @@ def head_scores(
                 mean_D = np.mean([unit[p] for p in positions], axis=0)
                 score = {p: -float(unit[p] @ mean_D / np.linalg.norm(mean_D)) for p in positions}
             case "key_norm":
-                score = {p: -float(np.linalg.norm(k_of[p])) for p in positions}
+                norm = {p: np.float32(np.linalg.norm(k_of[p])) for p in positions}
+                score = {p: -float((n.view(np.int32) & -512).view(np.float32)) for p, n in norm.items()}
             case "recency":
                 score = {p: float(p) for p in positions}
             case "random":

@@ -235,8 +235,8 @@ def test_rules_of_every_step_keep_what_their_papers_keep(
         theirs.evict(kept_by(decoder))
     if name in ("tova", "keydiff", "knorm"):  # where the scores of a step are the utilities
         for at, utility in scores_of(decoder).items():
-            expected = theirs.worth[at]
-            assert utility == pytest.approx({p: expected[p] for p in utility}, rel=1e-9)
+            expected, bits = theirs.worth[at], 1e-9 if name != "knorm" else 2**-14
+            assert utility == pytest.approx({p: expected[p] for p in utility}, rel=bits)
 
 
 # Methods that evict the prompt before the first decode step

@@ -69,28 +69,30 @@ class Aggregation(nn.Module):
     ) -> None:
         """`learned`: the scorer of that name. Raises ValueError for layers that the model does not have."""
         super().__init__()
-        self._config, self.alpha, self.scorer = config, config.alpha, config.scorer
-        self.learned = learned
+        self.scorer, self.learned = config.scorer, learned
         self.layers = tuple(range(num_layers)) if config.layers is None else tuple(sorted(config.layers))
         if self.layers[-1] >= num_layers:
             raise ValueError(
                 f"layer {self.layers[-1]} cannot score: the model has layers 0 to {num_layers - 1}"
             )
-        salt_L = uniform(torch.tensor(config.scorer_seed or 0), torch.tensor(self.layers)) * 2**30
-        for layer, salt in zip(self.layers, salt_L.long().to(device), strict=True):
+        for layer in self.layers:
             self.register_buffer(f"decay_{layer}", torch.empty((), dtype=dtype, device=device))
             self.register_buffer(f"gain_{layer}", torch.empty((), dtype=dtype, device=device))
-            self.register_buffer(f"salt_{layer}", salt.clone())
-        self._fill(config)
+            self.register_buffer(f"salt_{layer}", torch.empty((), dtype=torch.int64, device=device))
+        self.follow(config)
+
+    def follow(self, config: EvictionConfig) -> None:
+        """Take the numbers of another rule with the same scorer and layers."""
+        self._config = config
+        salt_L = uniform(torch.tensor(config.scorer_seed or 0), torch.tensor(self.layers)) * 2**30
+        for scalars, salt in zip(self.by_layer().values(), salt_L.long(), strict=True):
+            scalars.salt.copy_(salt)
+        self.smooth(None)
 
     def smooth(self, alpha: float | None) -> None:
         """Go on with another alpha, None for the rule's own."""
-        alpha = self._config.alpha if alpha is None else alpha
-        if alpha != self.alpha:
-            self.alpha = alpha
-            self._fill(dataclasses.replace(self._config, alpha=alpha))
-
-    def _fill(self, config: EvictionConfig) -> None:
+        self.alpha = self._config.alpha if alpha is None else alpha
+        config = dataclasses.replace(self._config, alpha=self.alpha)
         numbers = zip(*layer_coefficients(config, len(self.layers)), strict=True)
         for (decay, gain), scalars in zip(numbers, self.by_layer().values(), strict=True):
             scalars.decay.fill_(decay)

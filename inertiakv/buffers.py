@@ -16,10 +16,10 @@ class Buffers:
     conversation to the next, at the same address, so that compiled graphs stay valid; a decode cache or a
     recorder of another shape replaces the one before."""
 
-    def __init__(self, model: LanguageModel, scope: Scope, recorded_steps: int = 0) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
-        self.scope: Scope = scope
-        self.recorded_steps = recorded_steps
+        self.scope: Scope = "shared"
+        self.recorded_steps = 0
         self.recorder: Recorder | None = None
         self._decode_cache: SlotCache | None = None
         self._rows: dict[int, Rows] = {}
@@ -53,9 +53,11 @@ class Buffers:
 
     def recorder_for(self, cache: SlotCache) -> Recorder | None:
         """What steps in this cache are recorded by, None where they are not."""
-        sizes = (cache.shape.layers, cache.shape.batch, cache.shape.slots)
-        if self.recorded_steps and (self.recorder is None or self.recorder.score_TLBN.shape[1:] != sizes):
-            self.recorder = Recorder(self.recorded_steps, *sizes, self.device)
+        if not self.recorded_steps:
+            return None
+        sizes = (self.recorded_steps, cache.shape.layers, cache.shape.batch, cache.shape.slots)
+        if self.recorder is None or self.recorder.score_TLBN.shape != sizes:
+            self.recorder = Recorder(*sizes, self.device)
         return self.recorder
 
     def check_place(self, model: LanguageModel) -> None:

@@ -248,6 +248,14 @@ class EvictionConfig:
         """Whether it scores, for one retention set of all layers."""
         return self.scores and self.scope == "shared"
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All of the rule that a graph of a decode step is made from. What is left out are numbers in
+        buffers, or what happens before the first of these steps."""
+        pooling = (self.pool, self.pool_by) if self.pool_at == "always" else None
+        whole = (type(self), self.scorer, self.scorer_file, self.scope, self.layers)
+        return (*whole, self.new_token, self.after, self.reserve > 0, pooling)
+
     def budget_for(self, prompt_tokens: int) -> int:
         """Tokens a row with this prompt keeps: floor((1 - compression) * prompt_tokens), at least 1; on
         average over its retention sets, and with `protect_prompt` beside the prompt.

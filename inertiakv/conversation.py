@@ -14,32 +14,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .aggregation import Aggregation
 from .budgets import Budgets, settle
-from .buffers import Buffers
 from .cache import SlotCache
 from .config import EvictionConfig
+from .engine import Engine
 from .experimental import AdaptiveAlpha
-from .graphs import Graphs
-from .prefill import Prefill, Progress
-from .protocol import LanguageModel
+from .prefill import Progress
 from .reconstruction import reconstruct
 from .results import FinishReason, Stats
 from .rows import Rows
-from .steps import Method, decode_step, evicting_step
-
-
-@dataclass
-class Engine:
-    """What conversations run on. It stays from one to the next."""
-
-    model: LanguageModel
-    method: Method
-    aggregation: Aggregation | None
-    graphs: Graphs
-    buffers: Buffers
-    prefill: Prefill
-    repeat_prefix: tuple[int, ...]
+from .steps import decode_step, evicting_step
 
 
 @dataclass(eq=False)
@@ -168,7 +152,7 @@ class Conversation:
         recorder = engine.buffers.recorder_for(cache)
         state = (engine.model, cache, self.rows, engine.method, engine.aggregation, recorder)
         with self.timed("decode"):
-            key = (kind, cache.shape, greedy)
+            key = (kind, engine.form, cache.shape, greedy)
             engine.graphs.run(key, decode_step, *state, refresh=refresh, greedy=greedy)
         self.stats.decode_steps += 1
         self.stats.refreshes += refresh

@@ -12,17 +12,14 @@ import torch
 from . import saved
 from .aggregation import Aggregation
 from .answer import Answer, Stop
-from .attention import choose_backend
 from .budgets import Budgets
-from .buffers import Buffers
 from .cache import SlotCache, bucket
 from .config import EvictionConfig
-from .conversation import Conversation, Engine
-from .expected_attention import check_rotary
+from .conversation import Conversation
+from .engine import Engine
 from .experimental import AdaptiveAlpha
-from .graphs import Graphs, check_ties
-from .learned import load_scorer
-from .prefill import Prefill, Progress
+from .graphs import Graphs
+from .prefill import Progress
 from .prompts import Prompts, check_positions, count_rows, is_single, to_rows
 from .protocol import LanguageModel
 from .recording import Recording
@@ -65,39 +62,45 @@ class Decoder:
         on_compile: Callable[[str], None] | None = None,
         record: int = 0,
     ) -> None:
-        if prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
-        if isinstance(record, bool) or not isinstance(record, int) or record < 0:
-            raise ValueError(f"record must be a whole number of steps, got {record!r}")
-        if record and (eviction is None or not eviction.scores_one_set):
-            raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
-        if repeat_prefix:
-            if eviction is None or eviction.scorer != "reconstruction":
-                raise ValueError("repeat_prefix has no effect without scorer='reconstruction'")
-            to_rows(list(repeat_prefix), model.config.vocab_size, what="repeat_prefix")
-        if compile and isinstance(model, torch.nn.Module):
-            check_ties(model)
-        self.model, self.eviction = model, eviction
-        backend = choose_backend(attention, model.device, model.dtype, compile)
-        self.method = Method(eviction, backend, tuple(dict.fromkeys(model.config.windows)))
-        self.aggregation: Aggregation | None = None
-        if eviction is not None:
-            dtype, device = torch.promote_types(model.dtype, torch.float32), model.device
-            learned = None
-            if eviction.scorer_file is not None:
-                learned = load_scorer(eviction.scorer_file, model.config, device=device, dtype=dtype)
-            if eviction.scorer == "expected_attention":
-                check_rotary(model)
-            self.aggregation = Aggregation(eviction, model.config.num_layers, dtype, device, learned)
-        self.graphs = Graphs(compile, model.device, on_compile)
-        if isinstance(eviction, AdaptiveAlpha):
-            record = max(record, eviction.warm_up)
-        buffers = Buffers(model, "shared" if eviction is None else eviction.scope, record)
-        prefill = Prefill(model, self.method, self.graphs, prefill_chunk)
-        parts = (self.method, self.aggregation, self.graphs, buffers, prefill, tuple(repeat_prefix))
-        self._engine = Engine(model, *parts)
+        self.model = model
+        self._engine = Engine(
+            model,
+            eviction,
+            compile=compile,
+            attention=attention,
+            prefill_chunk=prefill_chunk,
+            repeat_prefix=repeat_prefix,
+            on_compile=on_compile,
+            record=record,
+        )
         self._conversation: Conversation | None = None
         self._latest: Answer | None = None  # which alone may go on
+
+    def use(self, eviction: EvictionConfig | None) -> None:
+        """Go by another rule from the next conversation on; the one there is is forgotten.
+
+        Rules that differ in their budget, smoothing, refreshes, or in how they evict a prompt share their
+        graphs: a sweep compiles nothing anew where shapes are the same. Raises ValueError for a rule that
+        does not go with the model or with the decoder's other options.
+        """
+        self._engine.use(eviction)
+        self._forget()
+
+    @property
+    def eviction(self) -> EvictionConfig | None:
+        return self._engine.method.eviction
+
+    @property
+    def method(self) -> Method:
+        return self._engine.method
+
+    @property
+    def aggregation(self) -> Aggregation | None:
+        return self._engine.aggregation
+
+    @property
+    def graphs(self) -> Graphs:
+        return self._engine.graphs
 
     @property
     def stats(self) -> Stats:

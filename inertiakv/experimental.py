@@ -10,6 +10,7 @@ Shape letters: B batch, X retention sets, N slots, L layers, T steps.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +82,10 @@ class RankTrigger(EvictionConfig):
         _check_shared(self)
         if not 0 <= self.threshold < 1:
             raise ValueError(f"threshold must be in [0, 1), got {self.threshold}")
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        return (*super().form, self.threshold)
 
     def settle(self, table: Table, before_BXN: Tensor) -> None:
         """Put the utilities `before_BXN` back in the rows where the new ones rank the tokens alike. In

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .cache import SlotCache
-from .conversation import Conversation, Engine
+from .conversation import Conversation
+from .engine import Engine
 from .results import Seconds, Stats
 from .rows import Rows
 

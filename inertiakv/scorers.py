@@ -109,8 +109,12 @@ def keydiff(e: Evidence) -> Tensor:
 
 
 def key_norm(e: Evidence) -> Tensor:
-    """Minus the norm of the key: small keys draw attention (arXiv 2406.11430)."""
-    return -torch.where(e.seen_BXN, _norm(e.k_BGND), 0.0)
+    """Minus the norm of the key: small keys draw attention (arXiv 2406.11430).
+
+    In the first layer a token has the same norm wherever it stands, but for rounding, which differs with the
+    batch: cut off, so that the age decides which of them goes.
+    """
+    return -torch.where(e.seen_BXN, _cut(_norm(e.k_BGND)), 0.0)
 
 
 def recency(e: Evidence) -> Tensor:
@@ -182,6 +186,11 @@ def _accurate(x: Tensor) -> torch.dtype:
 
 def _norm(x: Tensor) -> Tensor:
     return x.to(_accurate(x)).square().sum(-1).sqrt()
+
+
+def _cut(x: Tensor) -> Tensor:
+    """The first 14 bits of positive numbers, behind the leading one."""
+    return (x.float().view(torch.int32) & -(1 << 9)).view(torch.float32).to(x.dtype)
 
 
 def _mean_seen(x_BGN: Tensor, seen_BXN: Tensor) -> Tensor:

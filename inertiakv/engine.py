@@ -1,0 +1,89 @@
+"""What conversations run on, and by which rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .aggregation import Aggregation
+from .attention import choose_backend
+from .buffers import Buffers
+from .config import EvictionConfig
+from .expected_attention import check_rotary
+from .experimental import AdaptiveAlpha
+from .graphs import Graphs, check_ties
+from .learned import load_scorer
+from .prefill import Prefill
+from .prompts import to_rows
+from .protocol import LanguageModel
+from .steps import Method
+
+
+class Engine:
+    """Stays from one conversation to the next. The arguments are those of `Decoder`."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        eviction: EvictionConfig | None,
+        *,
+        compile: bool,
+        attention: str,
+        prefill_chunk: int,
+        repeat_prefix: Sequence[int],
+        on_compile: Callable[[str], None] | None,
+        record: int,
+    ) -> None:
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+        if isinstance(record, bool) or not isinstance(record, int) or record < 0:
+            raise ValueError(f"record must be a whole number of steps, got {record!r}")
+        if repeat_prefix:
+            to_rows(list(repeat_prefix), model.config.vocab_size, what="repeat_prefix")
+        if compile and isinstance(model, torch.nn.Module):
+            check_ties(model)
+        self.model, self.record, self.repeat_prefix = model, record, tuple(repeat_prefix)
+        backend = choose_backend(attention, model.device, model.dtype, compile)
+        self.method = Method(None, backend, tuple(dict.fromkeys(model.config.windows)))
+        self.aggregation: Aggregation | None = None
+        self._aggregations: dict[tuple[Any, ...], Aggregation] = {}
+        self.graphs = Graphs(compile, model.device, on_compile)
+        self.buffers = Buffers(model)
+        self.prefill = Prefill(model, self.method, self.graphs, prefill_chunk)
+        self.use(eviction)
+
+    def use(self, eviction: EvictionConfig | None) -> None:
+        """Take another rule. Raises ValueError where it does not go with the model or the other options."""
+        if self.record and (eviction is None or not eviction.scores_one_set):
+            raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
+        if self.repeat_prefix and (eviction is None or eviction.scorer != "reconstruction"):
+            raise ValueError("repeat_prefix has no effect without scorer='reconstruction'")
+        aggregation = None if eviction is None else self._aggregation(eviction)
+        self.method, self.aggregation = replace(self.method, eviction=eviction), aggregation
+        self.buffers.scope = "shared" if eviction is None else eviction.scope
+        warm_up = eviction.warm_up if isinstance(eviction, AdaptiveAlpha) else 0
+        self.buffers.recorded_steps = max(self.record, warm_up)
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What the graphs of decode steps depend on beside shapes: rules that agree in it share them."""
+        eviction = self.method.eviction
+        return () if eviction is None else (*eviction.form, self.buffers.recorded_steps)
+
+    def _aggregation(self, eviction: EvictionConfig) -> Aggregation:
+        """Of the rule's form, whose graphs read its buffers, with the rule's own numbers in them."""
+        if eviction.form in self._aggregations:
+            self._aggregations[eviction.form].follow(eviction)
+            return self._aggregations[eviction.form]
+        model = self.model
+        dtype, device = torch.promote_types(model.dtype, torch.float32), model.device
+        learned = None
+        if eviction.scorer_file is not None:
+            learned = load_scorer(eviction.scorer_file, model.config, device=device, dtype=dtype)
+        if eviction.scorer == "expected_attention":
+            check_rotary(model)
+        made = Aggregation(eviction, model.config.num_layers, dtype, device, learned)
+        return self._aggregations.setdefault(eviction.form, made)
