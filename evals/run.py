@@ -75,8 +75,8 @@ def count(groups: Iterable[Group], rules: Sequence[Rule]) -> int:
 
 
 class Evaluation:
-    """Asks a model. One decoder a rule serves the whole run, so that graphs and buffers are made once; that
-    of `full` is the one that reads the prompts.
+    """Asks a model. Two decoders serve the whole run, so that graphs and buffers are shared: one reads the
+    prompts, with the full cache, and one answers them under one rule after the other.
 
     * `batch`: prompts that are read and answered together.
     * `compile`, `attention`, `on_compile`: as in `Decoder`. With `compile` the last of a group's batches is
@@ -99,12 +99,10 @@ class Evaluation:
         self._tokens: dict[Key, int] = {}
 
         options: dict[str, Any] = {"compile": compile, "attention": attention, "on_compile": on_compile}
-        self._reader = Decoder(model, None, **options)
-        self._decoders: dict[Rule, Decoder] = {}
+        self._reader, self._decoder = (Decoder(model, None, **options) for _ in range(2))
         for rule in self.rules:
             with _naming(rule):
-                of_rule = Decoder(model, rule.eviction, **options) if rule.eviction else self._reader
-            self._decoders[rule] = of_rule
+                self._decoder.use(rule.eviction)
 
     def check(self, groups: Iterable[Group]) -> None:
         """Raise ValueError for a prompt that is too long for the model, or too short for a rule. Of a task
@@ -178,9 +176,10 @@ class Evaluation:
             ]
             if not rows:
                 continue
-            decoder = self._decoders[rule]
+            decoder = self._decoder if rule.eviction else self._reader
             with _naming(rule), _sizing(rule, prompts):
-                if decoder is not self._reader:
+                if rule.eviction:
+                    decoder.use(rule.eviction)
                     decoder.take_prompt(self._reader, max_new_tokens=new_tokens)
                 out = decoder.decode(new_tokens, stop=stop)
             spent = out.stats.seconds
