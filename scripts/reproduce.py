@@ -144,9 +144,9 @@ def reproduce(args: Arguments) -> None:
 
 
 def command(args: Arguments, folder: Path, part: Part) -> list[str]:
-    """What scripts/eval.py is told. On a small model compiling would take longer than it saves."""
+    """What scripts/eval.py is told."""
     batch = args.batch or {"small": 10, "full": 4}[args.scale]
-    more = ["--no-compile", "--dtype=float32"] if args.scale == "small" else []
+    more = []
     if args.data is not None and not part.tasks[0].startswith("niah"):
         more.append(f"--data={args.data}")
     where = [f"--model={args.model}", f"--batch={batch}", f"--out={folder}", "--resume"]
