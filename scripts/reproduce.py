@@ -89,8 +89,8 @@ def small() -> dict[str, Part]:
         return Part(RULER_SMALL, policies, (1024, 2048), samples, compressions)
 
     return {
-        "policies": part(NAMED, 10),
-        "compressions": part(SWEPT, 10, COMPRESSIONS),
+        "policies": part(NAMED, 8),
+        "compressions": part(SWEPT, 8, COMPRESSIONS),
         COSTLY: part((COSTLY,), 4),
     }
 
@@ -116,7 +116,7 @@ class Arguments:
     """An hour on two cores, or the paper's protocol."""
     out: Path = Path("results/reproduction")
     """A folder for the parts and the report."""
-    batch: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: 10 small, 4 full)")] = None
+    batch: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: 8 small, 4 full)")] = None
     """Prompts that are read and answered together."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     """The folder with the files of benchmarks that have data; else they come from the hub."""
@@ -145,7 +145,7 @@ def reproduce(args: Arguments) -> None:
 
 def command(args: Arguments, folder: Path, part: Part) -> list[str]:
     """What scripts/eval.py is told."""
-    batch = args.batch or {"small": 10, "full": 4}[args.scale]
+    batch = args.batch or {"small": 8, "full": 4}[args.scale]
     more = []
     if args.data is not None and not part.tasks[0].startswith("niah"):
         more.append(f"--data={args.data}")
