@@ -41,7 +41,7 @@ format: $(STAMP) ## Rewrite the files in the project's style
 bench: $(STAMP) ## Measure decoding speed
 	$(BIN)/python scripts/bench.py $(BENCH_ARGS)
 
-reproduce: $(STAMP) ## Put the paper's claims to the test, on a small model in an hour
+reproduce: $(STAMP) ## Put the paper's claims to the test, on a small model
 	$(BIN)/python scripts/reproduce.py $(REPRODUCE_ARGS)
 
 clean: ## Remove the virtual environment, build outputs and caches

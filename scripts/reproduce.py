@@ -1,7 +1,7 @@
 """Put the paper's claims to the test: run its comparisons, and make one report of them.
 
-`--scale small` asks SmolLM2-135M what of RULER it can answer at all, at 1k and 2k tokens, in an hour on two
-CPU cores. `--scale full` is the paper's protocol, for a model of its size on a GPU. Both run every named
+`--scale small` asks SmolLM2-135M what of RULER it can answer at all, at 1k and 2k tokens, in an hour or more
+on two CPU cores. `--scale full` is the paper's protocol, for a model of its size on a GPU. Both run every named
 policy, the smoothing (alpha), the compression, the laziness of refreshes and the couplings of layers and
 steps.
 
@@ -113,7 +113,7 @@ class Arguments:
     model: str = "smollm2-135m"
     """A folder, a name on the Hugging Face hub, or smollm2-135m."""
     scale: Literal["small", "full"] = "small"
-    """An hour on two cores, or the paper's protocol."""
+    """An hour or more on two cores, or the paper's protocol."""
     out: Path = Path("results/reproduction")
     """A folder for the parts and the report."""
     batch: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: 8 small, 4 full)")] = None
