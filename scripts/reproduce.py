@@ -1,9 +1,9 @@
 """Put the paper's claims to the test: run its comparisons, and make one report of them.
 
 `--scale small` asks SmolLM2-135M what of RULER it can answer at all, at 1k and 2k tokens, in an hour or more
-on two CPU cores. `--scale full` is the paper's protocol, for a model of its size on a GPU. Both run every named
-policy, the smoothing (alpha), the compression, the laziness of refreshes and the couplings of layers and
-steps.
+on two CPU cores. `--scale full` is the paper's protocol, for a model of its size on a GPU. Both run every
+named policy, the smoothing (alpha), the compression, the laziness of refreshes and the couplings of layers
+and steps.
 
 Examples:
   make reproduce
