@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from compile_tests.tiny import decoder_for, random_prompt, tiny_model
 from inertiakv import POLICIES, Decoder, EvictionConfig, policy
 from inertiakv.experimental import AdaptiveAlpha, RankTrigger
+from inertiakv.learned import LearnedScorer, save_scorer
 
 PROMPTS = [random_prompt(110, 0), random_prompt(90, 1)]
 ALIKE = [
@@ -80,6 +84,21 @@ def test_the_seed_is_the_new_rules(seed: int) -> None:
     assert answer(decoder) == answer(decoder_for(model, rule))
 
 
+def test_the_weights_of_a_scorer_are_read_again(tmp_path: Path) -> None:
+    model, path = tiny_model(5, layers=2), tmp_path / "scorer.safetensors"
+    rule = EvictionConfig(scorer="learned", scorer_file=str(path), budget=20)
+    sizes = (model.config.num_heads, model.config.num_kv_heads, model.config.head_dim)
+    answers = []
+    decoder = decoder_for(model, None)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        save_scorer(path, LearnedScorer(*sizes, generator=generator), {})
+        decoder.use(rule)
+        answers.append(answer(decoder))
+        assert answers[-1] == answer(decoder_for(model, rule))
+    assert answers[0] != answers[1]
+
+
 def test_an_alpha_that_was_chosen_is_forgotten() -> None:
     model = tiny_model(6, layers=2)
     decoder = decoder_for(model, AdaptiveAlpha(alpha=0.31, warm_up=3))
@@ -103,12 +122,14 @@ def test_the_conversation_is_forgotten() -> None:
 def test_a_rule_that_cannot_be_leaves_everything_as_it_was() -> None:
     decoder = decoder_for(tiny_model(8, layers=2), EvictionConfig(), record=4)
     tokens = decoder.generate(PROMPTS[0], 5).tokens
-    for rule, message in [
+    refused: list[tuple[Any, str]] = [
         (policy("h2o"), "record needs a rule that scores"),
         (None, "record needs a rule that scores"),
         (EvictionConfig(layers=(2,)), "layer 2 cannot score"),
+        ("lazy4", "a rule is an EvictionConfig, as policy"),
         (EvictionConfig(scorer="learned", scorer_file="none"), "no learned scorer at none"),
-    ]:
+    ]
+    for rule, message in refused:
         with pytest.raises(ValueError, match=message):
             decoder.use(rule)
         assert decoder.eviction == EvictionConfig()

@@ -228,7 +228,7 @@ def test_named_policies() -> None:
         ("inertiakv", {"coupling": "temporal"}, EvictionConfig(coupling="temporal")),
         ("lazy4", {"scorer": "none"}, EvictionConfig(scorer="none")),
         ("random", {"scorer": "none"}, EvictionConfig(scorer="none")),
-        ("lazy4", {"layers": [1, 0]}, EvictionConfig(refresh=4, layers=(1, 0))),
+        ("lazy4", {"layers": [1, 0]}, EvictionConfig(refresh=4, layers=(0, 1))),
     ],
 )
 def test_policies_with_changes(name: str, changes: dict[str, Any], expected: EvictionConfig) -> None:

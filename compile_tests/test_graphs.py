@@ -50,6 +50,15 @@ def test_two_graphs_serve_requests_of_all_lengths_that_fit(model: Transformer, c
     assert len(seen) == 1, "buffers moved from one request to the next"
 
 
+def test_a_graph_is_traced_once_where_no_cache_knows_it() -> None:
+    from torch._inductor.utils import fresh_cache
+
+    decoder = Decoder(tiny_model(1, layers=2), LAZY, compile=True)
+    with fresh_cache():
+        stats = decoder.generate(random_prompts([60]), 4, eos_token_ids=[]).stats
+    assert (stats.graphs.compiled, stats.graphs.recompiles) == (2, 0)
+
+
 def test_a_shape_that_comes_back_needs_no_new_graph(model: Transformer) -> None:
     decoder = Decoder(model, EvictionConfig(budget=20), compile=True)
     for rows in (1, 2, 1, 2):

@@ -45,7 +45,7 @@ def layer_coefficients(config: EvictionConfig, num_layers: int) -> tuple[list[fl
 
 
 class Coefficients(NamedTuple):
-    """Of one layer, as scalars: what becomes of its scores, and what its random ones start from."""
+    """Of one layer, [1] each: what becomes of its scores, and what its random ones start from."""
 
     decay: Tensor
     gain: Tensor
@@ -56,7 +56,7 @@ class Aggregation(nn.Module):
     """The recurrence's coefficients as buffers: a graph reads them, so that another alpha is no recompile.
 
     A buffer a number: the compiler takes layers for alike only where their inputs lie alike, and views of one
-    buffer do not.
+    buffer do not. With one axis: of a number without any it asks for the value, and compiles a graph twice.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class Aggregation(nn.Module):
         """`learned`: the scorer of that name. Raises ValueError for layers that the model does not have."""
         super().__init__()
         self.scorer, self.learned = config.scorer, learned
-        self.layers = tuple(range(num_layers)) if config.layers is None else tuple(sorted(config.layers))
+        self.layers = config.layers or tuple(range(num_layers))
         if self.layers[-1] >= num_layers:
             raise ValueError(
                 f"layer {self.layers[-1]} cannot score: the model has layers 0 to {num_layers - 1}"
             )
         for layer in self.layers:
-            self.register_buffer(f"decay_{layer}", torch.empty((), dtype=dtype, device=device))
-            self.register_buffer(f"gain_{layer}", torch.empty((), dtype=dtype, device=device))
-            self.register_buffer(f"salt_{layer}", torch.empty((), dtype=torch.int64, device=device))
+            self.register_buffer(f"decay_{layer}", torch.empty(1, dtype=dtype, device=device))
+            self.register_buffer(f"gain_{layer}", torch.empty(1, dtype=dtype, device=device))
+            self.register_buffer(f"salt_{layer}", torch.empty(1, dtype=torch.int64, device=device))
         self.follow(config)
 
     def follow(self, config: EvictionConfig) -> None:

@@ -56,7 +56,7 @@ class Buffers:
         if not self.recorded_steps:
             return None
         sizes = (self.recorded_steps, cache.shape.layers, cache.shape.batch, cache.shape.slots)
-        if self.recorder is None or self.recorder.score_TLBN.shape != sizes:
+        if self.recorder is None or self.recorder.sizes != sizes:
             self.recorder = Recorder(*sizes, self.device)
         return self.recorder
 

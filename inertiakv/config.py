@@ -192,6 +192,7 @@ class EvictionConfig:
                 raise ValueError(f"layers must be different ones, at least one, got {self.layers}")
             for layer in self.layers:
                 _check_int("a layer that scores", layer, 0)
+            object.__setattr__(self, "layers", tuple(sorted(self.layers)))
         if self.allocation in ("pyramid", "model") and self.scope == "shared":
             raise ValueError(
                 f"allocation={self.allocation!r} needs a set for each layer: scope='layer' or 'head'"

@@ -57,6 +57,10 @@ class Engine:
 
     def use(self, eviction: EvictionConfig | None) -> None:
         """Take another rule. Raises ValueError where it does not go with the model or the other options."""
+        if not isinstance(eviction, EvictionConfig | None):
+            raise ValueError(
+                f"a rule is an EvictionConfig, as policy(name) gives it, or None; got {eviction!r}"
+            )
         if self.record and (eviction is None or not eviction.scores_one_set):
             raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
         if self.repeat_prefix and (eviction is None or eviction.scorer != "reconstruction"):
@@ -75,15 +79,17 @@ class Engine:
 
     def _aggregation(self, eviction: EvictionConfig) -> Aggregation:
         """Of the rule's form, whose graphs read its buffers, with the rule's own numbers in them."""
-        if eviction.form in self._aggregations:
-            self._aggregations[eviction.form].follow(eviction)
-            return self._aggregations[eviction.form]
-        model = self.model
+        model, known = self.model, self._aggregations.get(eviction.form)
         dtype, device = torch.promote_types(model.dtype, torch.float32), model.device
         learned = None
         if eviction.scorer_file is not None:
             learned = load_scorer(eviction.scorer_file, model.config, device=device, dtype=dtype)
         if eviction.scorer == "expected_attention":
             check_rotary(model)
+        if known is not None:
+            known.follow(eviction)
+            if known.learned is not None and learned is not None:  # the file may have changed
+                known.learned.load_state_dict(learned.state_dict())
+            return known
         made = Aggregation(eviction, model.config.num_layers, dtype, device, learned)
         return self._aggregations.setdefault(eviction.form, made)

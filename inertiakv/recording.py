@@ -39,6 +39,7 @@ class Recorder(nn.Module):
 
     def __init__(self, steps: int, layers: int, batch: int, slots: int, device: torch.device) -> None:
         super().__init__()
+        self.sizes = (steps, layers, batch, slots)
         # One step more: it takes what comes after the others.
         table, float32 = (batch, slots), torch.float32
         self.register_buffer("position_TBN", torch.empty(steps + 1, *table, dtype=torch.int32, device=device))
