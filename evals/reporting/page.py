@@ -24,10 +24,12 @@ READING = (
     "Scores are percent. An average is over tasks, of which each weighs the same; a rule that has not "
     "been asked all of them has none. Empty answers count as wrong. Kept tokens are those in the cache "
     "at the end. Token/s: tokens of answers by seconds of decoding, while other things may have run: "
-    "not a measurement of speed.",
+    "not a measurement of speed. Cache MB: K and V as allocated for a row, with room for its answer, "
+    "rounded up to blocks of slots. Tables with a number have the form of the paper's (arXiv 2609.03515).",
     f"Intervals are 95 % bootstrap percentile intervals, from {RESAMPLES:,} resamples of the samples "
     "within each task: they say how far other samples might lead, not other models or prompts, and "
-    "where all samples score alike they have no width. Comparisons are of the same samples: the mean "
+    "where all samples score alike they have no width. Of fewer than some ten samples they are too narrow: "
+    "then go by the t-test. Comparisons are of the same samples: the mean "
     "difference with its paired bootstrap interval, the paired t-test (over several tasks with each "
     "task's own variance), and p adjusted by Holm's method for the number of comparisons in the table.",
 )
@@ -59,7 +61,8 @@ def sections(
 ) -> list[Section]:
     """Everything there is to say. Pictures are drawn into the folder."""
     lost = tables.missing(suites)
-    complete = [] if lost else ["No sample is missing: within a benchmark all rules have answered the same."]
+    whole = not lost and all(run.meta.get("finished", "") for run in runs)
+    complete = ["No sample is missing: within a benchmark all rules have answered the same."] * whole
     missing_plots = [] if available() else [f"{MISSING[0].upper()}{MISSING[1:]}."]
     commands = [run.meta["command"] for run in runs]
     beside = [PAPER] * any(model_of(suite.setting.model) for suite in suites)

@@ -16,6 +16,7 @@ from evals.statistics import Comparison, Estimate, Strata, compare, estimate
 
 from .configs import Rule, named, rule
 from .runs import Run
+from .text import task_name
 
 BENCHMARKS = {
     "ruler": "RULER",
@@ -90,7 +91,11 @@ class Suite:
 
     @property
     def title(self) -> str:
+        """What was asked: a benchmark's name alone would promise all of its tasks."""
         name = BENCHMARKS.get(self.benchmark, self.benchmark)
+        tasks = [task_name(task) for task in self.tasks if task != self.benchmark]
+        if tasks:
+            name += f" ({', '.join(tasks) if len(tasks) < 4 else f'{len(tasks)} tasks'})"
         return name if self.length is None else f"{name} at {self.length:,} tokens"
 
     @cached_property

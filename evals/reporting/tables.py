@@ -92,8 +92,9 @@ def by_task(suite: Suite) -> Table | None:
 def main(suites: Sequence[Suite]) -> Table | None:
     """One model's benchmarks side by side, at the paper's compression."""
     at = {None, paper.COMPRESSION}
+    suites = [s for s in suites if any(arm.compression == paper.COMPRESSION for arm in s.arms)]
     arms = list(dict.fromkeys(a for s in suites for a in s.arms if a.budget is None and a.compression in at))
-    if not any(arm.compression for arm in arms):
+    if not suites:
         return None
     beside = [column for suite in suites for column in _beside(suite, suite.title, arms)]
     head = ["rule", *(title for title, _ in beside)]
@@ -157,7 +158,10 @@ def depths(suite: Suite) -> Table | None:
     """Of a needle grid."""
     found = grid_depths(suite)
     columns = {f"{depth:g} %": ("depth", depth) for depth in found}
-    note = "By the needle's depth in the prompt."
+    note = (
+        "By the needle's depth in the prompt. ROUGE-L rewards the question's own words, too: an answer that "
+        "repeats them and misses the needle may score 50."
+    )
     return _by_fact(suite, f"Depths: {suite.title}", note, columns) if columns else None
 
 

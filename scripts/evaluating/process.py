@@ -82,9 +82,15 @@ def run(
     wanted = [key for group in mine for key in group.keys(evaluation.rules)]
     bar = RecordBar(sum(key in done for key in wanted), len(wanted), str(process))
     with contextlib.closing(bar), contextlib.closing(RecordFile(folder / process.file_name)) as file:
-        for record in evaluation.answer(mine, done):
-            file.append(record)
-            bar.update()
+        try:
+            for record in evaluation.answer(mine, done):
+                file.append(record)
+                bar.update()
+        except KeyboardInterrupt:
+            note(
+                f"stopped: {bar.done:,} of {bar.total:,} records are in {folder}; --resume goes on with them"
+            )
+            raise
     records = read_records(folder)
     if len(records) == count(groups, evaluation.rules):
         meta.finish(folder)
