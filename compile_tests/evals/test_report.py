@@ -13,7 +13,7 @@ import pytest
 
 from compile_tests.evals.results import CHANGES, config, make_folder, make_record, make_records
 from evals import paper
-from evals.reporting import ablations, cells, configs, figures, page, tables
+from evals.reporting import ablations, cells, configs, figures, page, plots, tables
 from evals.reporting.paired import against, against_table
 from evals.reporting.runs import read_run
 from evals.reporting.suites import Suite, combine
@@ -523,6 +523,24 @@ def test_everything(cli: Cli, everything: list[Path], tmp_path: Path) -> None:
     assert len(linked) == len(set(linked)) == len(html.links) >= 7
     assert sorted(linked) == sorted(f"plots/{file.name}" for file in (out / "plots").iterdir())
     assert all(link.startswith("data:image/png;base64,") for link in html.links)
+
+
+def test_every_setting_has_its_own_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "draw", lambda file, *_, **__: file.touch())
+    names = [
+        "some_model",
+        "some-model",
+        "Some-Model",
+        "\N{GREEK SMALL LETTER PI}",
+        "\N{GREEK SMALL LETTER MU}",
+    ]
+    names += ["x" * 300 + end for end in "ab"]
+    records = list(make_records(["niah"], 512, ["full", "lazy4"], right(0.5)))
+    folders = [make_folder(tmp_path / str(i), records, model={"name": name}) for i, name in enumerate(names)]
+    suites = suites_of(*folders)
+    made = [plots.pictures([suite], tmp_path / "plots") for suite in suites]
+    assert [len(pictures) for pictures in made] == [1] * len(names)
+    assert len({file.name.lower() for file in (tmp_path / "plots").iterdir()}) == len(names)
 
 
 def test_reports_are_alike(cli: Cli, everything: list[Path], tmp_path: Path) -> None:
