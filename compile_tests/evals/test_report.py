@@ -414,6 +414,7 @@ def test_files_of_ranks_and_a_line_that_was_not_finished(tmp_path: Path) -> None
         ("records.jsonl", lambda text: "", "there are no records in"),
         ("records.jsonl", lambda text: text + "{oops}\n", "records.jsonl, line 2 is no record"),
         ("records.jsonl", lambda text: text + "[]\n", "line 2 is no record"),
+        ("records.jsonl", lambda text: text.replace('"7"', "null", 1), "prediction must be a text, got None"),
         ("records.jsonl", lambda text: text.replace('"score": 1.0', '"score": 50'), "0 to 1, got 50"),
         ("records.jsonl", lambda text: text.replace('"score": 1.0', '"score": NaN'), "0 to 1, got nan"),
         (
@@ -423,11 +424,12 @@ def test_files_of_ranks_and_a_line_that_was_not_finished(tmp_path: Path) -> None
         ),
         ("records.jsonl", lambda text: text.replace('"niah"', '"nihao"'), "not among the tasks"),
         ("run_meta.json", lambda text: text[:-1], "run_meta.json is not valid JSON"),
+        ("run_meta.json", lambda text: "[]", "scripts/eval.py: it must be an object, got []"),
         ("run_meta.json", lambda text: text.replace("git_revision", "git"), "it has no git_revision"),
         (
             "run_meta.json",
             lambda text: text.replace('"name": "meta', '"nom": "meta'),
-            "does not name its",
+            "it has no model.name",
         ),
     ],
 )
