@@ -104,6 +104,7 @@ def test_policies_as_a_command_line_writes_them(text: str, changes: dict[str, An
         ("single:alpha=0.5", "single:alpha=0.5: alpha=0.5 has no effect with aggregation='single'"),
         ("full:alpha=0.5", "full:alpha=0.5: alpha has no effect with policy 'full'"),
         ("full full", "full and full are the same rule"),
+        ("inertiakv:layers=0+1 inertiakv:layers=1+0", "inertiakv:layers=1+0@0.5 are the same rule"),
         ("inertiakv inertiakv:alpha=0.8", "inertiakv@0.5 and inertiakv:alpha=0.8@0.5 are the same rule"),
     ],
 )
