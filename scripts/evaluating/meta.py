@@ -101,12 +101,11 @@ def finish(folder: Path) -> None:
 
 def check_same(folder: Path, there: dict[str, Any], meta: dict[str, Any], binding: Sequence[str]) -> None:
     """Raise ValueError, naming what differs, where a run with other settings made the records in a folder."""
-    differing = []
-    for key in binding:
-        old, new = there.get(key), meta[key]
-        if key == "config":
-            old, new = ({k: v for k, v in config.items() if k not in FREE} for config in (old, new))
-        differing += differences(old, new, key)
+    old, new = (
+        {**of, "config": {name: value for name, value in of["config"].items() if name not in FREE}}
+        for of in (there, meta)
+    )
+    differing = [line for key in binding for line in differences(old.get(key), new[key], key)]
     if differing:
         raise ValueError(f"{folder} is of another run, this one cannot go on with it: {'; '.join(differing)}")
 
