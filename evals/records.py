@@ -11,42 +11,61 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, TypedDict
+
+from .typed import Within, check
+
+try:
+    import fcntl
+except ImportError:  # there are systems without it, and so without locks
+    fcntl = None  # type: ignore[assignment]
+
+Count = Annotated[int, Within(0)]
+AtLeastOne = Annotated[int, Within(1)]
+Amount = Annotated[float, Within(0)]
+Share = Annotated[float, Within(0, 1)]
+
+
+class Seconds(TypedDict):
+    """Of the batch that an answer was in, divided by the batch's rows."""
+
+    prefill: Amount
+    """Once for all rules."""
+    first_step: Amount
+    decode: Amount
+    compile: Amount
 
 
 @dataclass(frozen=True)
 class Record:
-    """One sample, answered under one rule."""
+    """One sample, answered under one rule. The annotations are what a line of a file is checked by."""
 
     task: str
     """As in `Sample`, with its `length` and `index`."""
-    length: int | None
-    index: int
+    length: AtLeastOne | None
+    index: Count
     policy: str
     """The rule as it was asked for: a policy's name, and what was changed of it, `inertiakv:alpha=0.3`."""
-    compression: float | None
+    compression: Share | None
     """Share of the prompt that was to be evicted; None for the full cache, and where a budget was given."""
-    budget_asked: int | None
+    budget_asked: AtLeastOne | None
     """The budget, where one was given instead."""
     prompt_sha256: str
-    prompt_tokens: int
-    bos_count: int
-    budget: int | None
+    prompt_tokens: AtLeastOne
+    bos_count: Count
+    budget: AtLeastOne | None
     """Tokens that the rule may keep of this prompt; None: all."""
-    kept_tokens: float
+    kept_tokens: Amount
     """Tokens in the cache at the end, a mean over retention sets."""
-    cache_bytes: int
+    cache_bytes: Count
     """Of this row's share of the decode cache, as allocated."""
     prediction: str
     references: list[str]
-    score: float
-    """From 0 to 1."""
-    answer_tokens: int
+    score: Share
+    answer_tokens: Count
     """Tokens chosen, with the one that ended it."""
     finish_reason: str
-    seconds: dict[str, float]
-    """Of the batch it was in, divided by the batch's rows: `prefill` (once for all rules), `first_step`,
-    `decode`, `compile`."""
+    seconds: Seconds
     facts: dict[str, Any]
     """As in `Sample`."""
 
@@ -57,11 +76,13 @@ class Record:
 
 
 class RecordFile:
-    """Appends records to a file, each of them on the disk before the next. Opening it cuts off what is left
-    of a record that was not written to its end."""
+    """Appends records to a file, each of them on the disk before the next, and keeps other processes from
+    doing so. Opening it cuts off what is left of a record that was not written to its end. Raises ValueError
+    for a file that is open elsewhere."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115 (as long as the run)
+        _lock(self._file)
         self._file.seek(0)
         self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
@@ -74,6 +95,19 @@ class RecordFile:
         self._file.close()
 
 
+def _lock(file: BinaryIO) -> None:
+    """Until it is closed, where system and disk have locks."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"another process is writing {file.name}") from None
+    except OSError:
+        pass
+
+
 def read_records(folder: Path) -> list[Record]:
     """The records in all files of a folder. Raises ValueError for a line that is none, and for a record that
     is there twice."""
@@ -82,7 +116,9 @@ def read_records(folder: Path) -> list[Record]:
         lines = path.read_bytes().split(b"\n")[:-1]
         for number, line in enumerate(lines, 1):
             try:
-                record = Record(**json.loads(line))
+                fields = json.loads(line)
+                check(fields, Record)
+                record = Record(**fields)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} is no record: {error}") from error
             if record.key in records:

@@ -15,7 +15,7 @@ from models import Transformer
 from models.encoding import decode_answer
 
 from .prompting import Prompting, prompt_hash
-from .records import Record
+from .records import Record, Seconds
 from .rules import Rule
 from .task import Sample, Task
 
@@ -183,7 +183,7 @@ class Evaluation:
                     decoder.take_prompt(self._reader, max_new_tokens=new_tokens)
                 out = decoder.decode(new_tokens, stop=stop)
             spent = out.stats.seconds
-            seconds = {
+            seconds: Seconds = {
                 "prefill": prefill / len(questions),
                 "first_step": spent.first_step / len(questions),
                 "decode": spent.decode / len(questions),
@@ -199,7 +199,7 @@ class Evaluation:
         rule: Rule,
         out: Generation,
         row: int,
-        seconds: dict[str, float],
+        seconds: Seconds,
     ) -> Record:
         sample, tokens, stats = question.sample, out.tokens[row], out.stats
         eos_ids = self.model.config.eos_token_ids

@@ -43,6 +43,7 @@ from evals.prompting import Prompting
 from evals.records import Record, means
 from evals.rules import Rule, choose_rules
 from evals.run import Evaluation, count, make_groups
+from evals.run_meta import NAME, read_meta
 from scripts import decode
 from scripts.cli import options
 from scripts.cli.console import say
@@ -212,13 +213,18 @@ def check_budgets(rules: Sequence[Rule], lengths: Sequence[int]) -> None:
 
 
 def check_folder(args: OutputOptions, process: Process) -> None:
-    """Raise ValueError for a folder with results that nobody asked to go on with. What other processes write
-    may be of this run, which they have begun sooner."""
+    """Raise ValueError for a folder with records of who knows what, or with results that nobody asked to go
+    on with. What other processes write may be of this run, which they have begun sooner."""
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is no folder")
-    own = [meta.NAME] * (process.rank == 0) + [process.file_name if process.ranks > 1 else "records*.jsonl"]
-    if not args.resume and any(found for name in own for found in args.out.glob(name)):
+    found = {file.name for file in args.out.glob("records*.jsonl")}  # before what they never are without
+    described = (args.out / NAME).exists()
+    if found and not described:
+        raise ValueError(f"{args.out} has records but no {NAME}, which says of what: give another --out")
+    if not args.resume and (found - process.others or (described and process.ranks == 1)):
         raise ValueError(f"{args.out} has results of a run: go on with --resume, or give another --out")
+    if described:
+        read_meta(args.out)  # that it can be read
 
 
 def config(args: Arguments) -> dict[str, Any]:

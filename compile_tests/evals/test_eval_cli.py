@@ -26,7 +26,7 @@ from compile_tests.tiny_chat import LLAMA, tiny_chat
 from evals import registry
 from evals.records import Mean, Record, read_records
 from inertiakv import EvictionConfig, memory
-from scripts import decode
+from scripts import decode, report
 from scripts import eval as script
 from scripts.evaluating import progress
 from scripts.evaluating.process import Process
@@ -387,13 +387,46 @@ def test_only_what_does_not_change_records_may_differ(cli: Cli, copy: Path) -> N
         (("--template", "none"), "template.kind was 'chat' and is 'none'"),
     ):
         error = cli(*ARGV, *changed, "--out", out, "--resume").error
-        assert "is of another run, --resume cannot go on: " in error
+        assert "is of another run, this one cannot go on with it: " in error
         assert message in error
-    for key, value in (("essays", {"name": "others"}), ("data", {"rows": "changed"}), ("model", {})):
-        file.write_text(json.dumps(meta | {key: value}))
-        assert f"{key}." in cli(*ARGV, "--out", out, "--resume").error
-    file.write_text("{")
-    assert "run_meta.json is not valid JSON" in cli(*ARGV, "--out", out, "--resume").error
+    for key, part in (("essays", "name"), ("data", "rows"), ("model", "name")):
+        file.write_text(json.dumps(meta | {key: meta[key] | {part: "changed"}}))
+        assert f"{key}.{part} was 'changed' and is " in cli(*ARGV, "--out", out, "--resume").error
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ("{", "is not valid JSON: "),
+        ([], "it must be an object, got []"),
+        ({"model": None}, "model must be an object, got None"),
+        ({"model": {}}, "it has no model.name"),
+        ({"template": None}, "template must be an object, got None"),
+        ({"versions": None}, "versions must be an object, got None"),
+        ({"git_revision": {}}, "it has no git_revision.commit, git_revision.dirty"),
+        ({"policies": ["full"]}, "policies must be an object, got ['full']"),
+        ({"policies": {"full": 1}}, "policies.full must be an object, got 1"),
+        ({"tasks": {"rows": {}}}, "it has no tasks.rows.metric"),
+        ({"config": None}, "config must be an object, got None"),
+        ({"seed": "42"}, "seed must be a whole number, got '42'"),
+    ],
+)
+def test_files_that_describe_no_run(cli: Cli, copy: Path, changes: Any, message: str) -> None:
+    file = copy / "run_meta.json"
+    changed = run_meta(copy) | changes if isinstance(changes, dict) else changes
+    file.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    for error in (cli(*ARGV, "--out", copy, "--resume").error, report_error(copy)):
+        assert error.startswith(f"{file} ")
+        assert message in error
+
+
+def report_error(folder: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", err := io.StringIO())
+        assert report.main([str(folder)]) == 2
+    (line,) = err.getvalue().splitlines()
+    return line.removeprefix("error: ")
 
 
 # Several processes
@@ -409,7 +442,6 @@ def test_processes_share_a_run_and_others_go_on_with_it(
         monkeypatch.setenv("RANK", str(rank))
         results.append(cli(*ARGV, "--out", tmp_path))
         assert results[-1].code == 0, results[-1].err
-        assert (tmp_path / "run_meta.json").exists() == (rank == 0)
     assert contents(tmp_path) == contents(whole)
     for rank, indices in ((0, {0, 2}), (1, {1})):
         lines = (tmp_path / f"records-{rank}.jsonl").read_text().splitlines()
@@ -418,6 +450,7 @@ def test_processes_share_a_run_and_others_go_on_with_it(
     assert [result.out.partition(" ")[0] for result in results] == ["", "task"]
     assert "27 of 27 records are in" in results[1].err
     assert run_meta(tmp_path)["ranks"] == 2
+    assert "resumed" not in run_meta(tmp_path)
     assert run_meta(tmp_path)["finished"] is not None
 
     for rank, size in ((0, 5000), (1, 100)):
@@ -431,6 +464,25 @@ def test_processes_share_a_run_and_others_go_on_with_it(
     monkeypatch.setenv("RANK", "1")
     assert "config.seed was 42 and is 1" in cli(*ARGV, "--seed", 1, "--out", tmp_path, "--resume").error
     assert "has results of a run" in cli(*ARGV, "--out", tmp_path).error
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_leaves_the_folder_of_another_run_alone(
+    rank: int, cli: Cli, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it could be one that another process of the same command has begun."""
+    (copy / "records.jsonl").rename(copy / f"records-{1 - rank}.jsonl")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    before = {file.name: file.read_bytes() for file in copy.iterdir()}
+    assert "ranks was 1 and is 2" in cli(*ARGV, "--out", copy).error
+    error = cli(*ARGV, "--seed", 1, "--samples", 2, "--out", copy).error
+    assert "is of another run" in error
+    assert "config.seed was 42 and is 1" in error
+    assert {file.name: file.read_bytes() for file in copy.iterdir()} == before
+
+    (copy / f"records-{1 - rank}.jsonl").rename(copy / "records-2.jsonl")
+    assert "has results of a run: go on with --resume" in cli(*ARGV, "--out", copy).error
 
 
 def test_a_process_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,8 +558,13 @@ def test_places_for_results_that_cannot_be(cli: Cli, tmp_path: Path) -> None:
     for name in ("run_meta.json", "records.jsonl", "records-3.jsonl"):  # of another number of processes
         out = tmp_path / name
         out.mkdir()
+        (out / "run_meta.json").write_text("")
         (out / name).write_text("")
         assert "has results of a run: go on with --resume" in cli(*MADE.split(), "--out", out).error
+        (out / "run_meta.json").unlink()
+        for resume in [[], ["--resume"]] if name != "run_meta.json" else []:
+            error = cli(*MADE.split(), "--out", out, *resume).error
+            assert error == f"{out} has records but no run_meta.json, which says of what: give another --out"
 
 
 def test_what_only_model_and_prompts_show(

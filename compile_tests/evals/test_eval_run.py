@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from compile_tests.evals.made import NEW_TOKENS, Made, letters
 from compile_tests.evals.rows import Rows
 from compile_tests.tiny_chat import set_eos, tiny_chat
 from evals.prompting import Prompting, prompt_hash
-from evals.records import Mean, Record, RecordFile, means, read_records
+from evals.records import Mean, Record, RecordFile, Seconds, means, read_records
 from evals.rules import Rule, choose_rules, label, parse_policy
 from evals.run import Evaluation, Group, count, make_groups
 from inertiakv import Decoder, EvictionConfig, memory, policy
@@ -103,6 +104,7 @@ def test_policies_as_a_command_line_writes_them(text: str, changes: dict[str, An
         ("single:alpha=0.5", "single:alpha=0.5: alpha=0.5 has no effect with aggregation='single'"),
         ("full:alpha=0.5", "full:alpha=0.5: alpha has no effect with policy 'full'"),
         ("full full", "full and full are the same rule"),
+        ("inertiakv:layers=0+1 inertiakv:layers=1+0", "inertiakv:layers=1+0@0.5 are the same rule"),
         ("inertiakv inertiakv:alpha=0.8", "inertiakv@0.5 and inertiakv:alpha=0.8@0.5 are the same rule"),
     ],
 )
@@ -161,7 +163,7 @@ def record(index: int = 0, **changes: Any) -> Record:
         "score": 0.1,
         "answer_tokens": 6,
         "finish_reason": "eos",
-        "seconds": {"prefill": 0.1},
+        "seconds": {"prefill": 0.1, "first_step": 0.0, "decode": 1, "compile": 0.0},
         "facts": {"depth": 50},
     }
     return Record(**fields | changes)
@@ -215,6 +217,45 @@ def test_lines_that_are_no_records_and_records_that_are_there_twice(tmp_path: Pa
     write(tmp_path / "records-1.jsonl", record(1), record(0, score=0.7))
     with pytest.raises(ValueError, match=r"records-1\.jsonl, line 2 repeats"):
         read_records(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"index": [0]}, "index must be a whole number from 0, got [0]"),
+        ({"index": "0"}, "index must be a whole number from 0, got '0'"),
+        ({"index": True}, "index must be a whole number from 0, got True"),
+        ({"length": "777"}, "length must be a whole number from 1, got '777'"),
+        ({"compression": 2}, "compression must be a number from 0 to 1, got 2"),
+        ({"prompt_tokens": 0}, "prompt_tokens must be a whole number from 1, got 0"),
+        ({"kept_tokens": None}, "kept_tokens must be a number from 0, got None"),
+        ({"kept_tokens": math.inf}, "kept_tokens must be a number from 0, got inf"),
+        ({"score": math.nan}, "score must be a number from 0 to 1, got nan"),
+        ({"prediction": None}, "prediction must be a text, got None"),
+        ({"references": ["a", 7]}, "references.1 must be a text, got 7"),
+        ({"facts": None}, "facts must be an object, got None"),
+        ({"seconds": {}}, "it has no seconds.prefill, seconds.first_step, seconds.decode, seconds.compile"),
+        ({"seconds": dict.fromkeys(Seconds.__annotations__, "1")}, "seconds.prefill must be a number from 0"),
+    ],
+)
+def test_fields_of_records_are_what_their_annotations_say(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    write(tmp_path / "records.jsonl", record(0), record(**{"index": 1} | changes))
+    with pytest.raises(ValueError, match=re.escape(f"records.jsonl, line 2 is no record: {message}")):
+        read_records(tmp_path)
+
+
+def test_one_process_writes_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    file = RecordFile(path)
+    file.append(record(0))
+    with pytest.raises(ValueError, match=re.escape(f"another process is writing {path}")):
+        RecordFile(path)
+    file.append(record(1))
+    file.close()
+    write(path, record(2))
+    assert read_records(tmp_path) == [record(0), record(1), record(2)]
 
 
 def test_means_count_every_record_of_a_task_a_length_and_a_rule() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from compile_tests.evals.results import CHANGES, config, make_folder, make_record, make_records
 from evals import paper
-from evals.reporting import ablations, cells, configs, figures, page, tables
+from evals.reporting import ablations, cells, configs, figures, page, plots, tables
 from evals.reporting.paired import against, against_table
 from evals.reporting.runs import read_run
 from evals.reporting.suites import Suite, combine
@@ -71,7 +71,7 @@ def test_table_1(tmp_path: Path) -> None:
     table = tables.budgets(one_suite(tmp_path, records))
     assert table is not None
     assert table.markdown(3) == (
-        "### Table 1: rules and budgets, RULER at 4,096 tokens\n\nMetric: match.\n\n"
+        "### Table 1: rules and budgets, RULER (vt, cwe) at 4,096 tokens\n\nMetric: match.\n\n"
         "| rule | evicted | vt | cwe | average |\n"
         "| --- | ---: | ---: | ---: | ---: |\n"
         "| full | - | 100.0 | 100.0 | 100.0 |\n"
@@ -122,7 +122,7 @@ def test_sweeps_are_known_by_configs_not_by_names(tmp_path: Path) -> None:
     told = {label: config(name) for label, name in names.items()}
     suite = one_suite(tmp_path, records, policies=told)
     (table,) = ablations.sweeps(suite)
-    assert table.title == "Table 5: alpha, RULER at 512 tokens"
+    assert table.title == "Table 5: alpha, RULER (vt, cwe) at 512 tokens"
     assert column(table, "alpha") == ["0", "0.3", "0.8"]
     assert column(table, "average") == ["25.0", "50.0", "75.0"]
 
@@ -146,8 +146,11 @@ def test_other_options(tmp_path: Path) -> None:
     policies = ["inertiakv", "cumulative", "inertiakv:coupling=temporal", "tova", "lazy4"]
     suite = one_suite(tmp_path, make_records(["ruler:vt"], 512, policies, right(0.5)))
     found = {table.title: table.rows for table in ablations.sweeps(suite)}
-    assert [*found] == ["Options: aggregation, RULER at 512 tokens", "Options: coupling, RULER at 512 tokens"]
-    rows = found["Options: coupling, RULER at 512 tokens"]
+    assert [*found] == [
+        "Options: aggregation, RULER (vt) at 512 tokens",
+        "Options: coupling, RULER (vt) at 512 tokens",
+    ]
+    rows = found["Options: coupling, RULER (vt) at 512 tokens"]
     assert [row[0] for row in rows] == ["layer_temporal", "temporal"]
 
 
@@ -178,7 +181,7 @@ def test_tables_3_and_4(tmp_path: Path) -> None:
     table = tables.main(suites_of(folder))
     assert table is not None
     niah = "needle in a haystack at 512 tokens"
-    assert table.head == ["rule", "LongBench", "paper", "LongBench-v2", "paper", niah]
+    assert table.head == ["rule", "LongBench (8 tasks)", "paper", "LongBench-v2", "paper", niah]
     assert table.rows == [
         ["full", "50.0", "45.87", "25.0", "28.80", "100.0"],
         ["inertiakv", "50.0", "43.88", "25.0", "29.40", "-"],
@@ -414,6 +417,7 @@ def test_files_of_ranks_and_a_line_that_was_not_finished(tmp_path: Path) -> None
         ("records.jsonl", lambda text: "", "there are no records in"),
         ("records.jsonl", lambda text: text + "{oops}\n", "records.jsonl, line 2 is no record"),
         ("records.jsonl", lambda text: text + "[]\n", "line 2 is no record"),
+        ("records.jsonl", lambda text: text.replace('"7"', "null", 1), "prediction must be a text, got None"),
         ("records.jsonl", lambda text: text.replace('"score": 1.0', '"score": 50'), "0 to 1, got 50"),
         ("records.jsonl", lambda text: text.replace('"score": 1.0', '"score": NaN'), "0 to 1, got nan"),
         (
@@ -423,11 +427,12 @@ def test_files_of_ranks_and_a_line_that_was_not_finished(tmp_path: Path) -> None
         ),
         ("records.jsonl", lambda text: text.replace('"niah"', '"nihao"'), "not among the tasks"),
         ("run_meta.json", lambda text: text[:-1], "run_meta.json is not valid JSON"),
+        ("run_meta.json", lambda text: "[]", "scripts/eval.py: it must be an object, got []"),
         ("run_meta.json", lambda text: text.replace("git_revision", "git"), "it has no git_revision"),
         (
             "run_meta.json",
             lambda text: text.replace('"name": "meta', '"nom": "meta'),
-            "does not name its",
+            "it has no model.name",
         ),
     ],
 )
@@ -523,6 +528,24 @@ def test_everything(cli: Cli, everything: list[Path], tmp_path: Path) -> None:
     assert len(linked) == len(set(linked)) == len(html.links) >= 7
     assert sorted(linked) == sorted(f"plots/{file.name}" for file in (out / "plots").iterdir())
     assert all(link.startswith("data:image/png;base64,") for link in html.links)
+
+
+def test_every_setting_has_its_own_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "draw", lambda file, *_, **__: file.touch())
+    names = [
+        "some_model",
+        "some-model",
+        "Some-Model",
+        "\N{GREEK SMALL LETTER PI}",
+        "\N{GREEK SMALL LETTER MU}",
+    ]
+    names += ["x" * 300 + end for end in "ab"]
+    records = list(make_records(["niah"], 512, ["full", "lazy4"], right(0.5)))
+    folders = [make_folder(tmp_path / str(i), records, model={"name": name}) for i, name in enumerate(names)]
+    suites = suites_of(*folders)
+    made = [plots.pictures([suite], tmp_path / "plots") for suite in suites]
+    assert [len(pictures) for pictures in made] == [1] * len(names)
+    assert len({file.name.lower() for file in (tmp_path / "plots").iterdir()}) == len(names)
 
 
 def test_reports_are_alike(cli: Cli, everything: list[Path], tmp_path: Path) -> None:

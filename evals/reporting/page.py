@@ -61,7 +61,7 @@ def sections(
 ) -> list[Section]:
     """Everything there is to say. Pictures are drawn into the folder."""
     lost = tables.missing(suites)
-    whole = not lost and all(run.meta.get("finished", "") for run in runs)
+    whole = not lost and all(run.meta.get("finished", "unknown") for run in runs)
     complete = ["No sample is missing: within a benchmark all rules have answered the same."] * whole
     missing_plots = [] if available() else [f"{MISSING[0].upper()}{MISSING[1:]}."]
     commands = [run.meta["command"] for run in runs]

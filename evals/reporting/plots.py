@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Sequence
@@ -138,7 +139,9 @@ def needle_maps(suites: Sequence[Suite], file: Path) -> Picture | None:
 
 
 def slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+    """A file's name on any system. Its end tells texts apart whose readable part is the same."""
+    readable = re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+    return f"{readable[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def _line(

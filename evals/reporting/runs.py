@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evals.records import Record, read_records
-
-META = (
-    *("command", "config", "versions", "git_revision", "model", "template", "essays", "data", "seed"),
-    *("policies", "tasks"),
-)
+from evals.run_meta import read_meta
 
 
 @dataclass(frozen=True)
@@ -28,7 +23,7 @@ def read_run(folder: Path) -> Run:
     files = sorted(folder.glob("records*.jsonl"))
     if not files:
         raise ValueError(f"{folder} holds no records.jsonl: give folders that scripts/eval.py has written")
-    meta, records = _read_meta(folder / "run_meta.json"), read_records(folder)
+    meta, records = read_meta(folder), read_records(folder)
     if not records:
         raise ValueError(f"there are no records in {', '.join(map(str, files))}")
     for record in records:
@@ -40,24 +35,8 @@ def read_run(folder: Path) -> Run:
     return Run(folder, meta, records, notes)
 
 
-def _read_meta(file: Path) -> dict[str, Any]:
-    try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    missing = [key for key in META if not isinstance(meta, dict) or key not in meta]
-    if missing:
-        raise ValueError(f"{file} does not describe a run of scripts/eval.py: it has no {', '.join(missing)}")
-    if "name" not in meta["model"]:
-        raise ValueError(f"{file} does not name its model")
-    return dict(meta)
-
-
 def _check(record: Record, meta: dict[str, Any], folder: Path) -> None:
     where = f"{folder}: {record.policy} on {record.task}, length {record.length}, sample {record.index}"
-    score = record.score
-    if isinstance(score, bool) or not isinstance(score, (int, float)) or not 0 <= score <= 1:
-        raise ValueError(f"{where}: a score is a number from 0 to 1, got {score!r}")
     for kind, name in (("policies", record.policy), ("tasks", record.task)):
         if name not in meta[kind]:
             raise ValueError(f"{where}: {name!r} is not among the {kind} of run_meta.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 NEEDED = ("machine", "versions", "command", "read_gb_per_s", "contenders")
 
@@ -23,7 +24,7 @@ def read(file: Path) -> dict[str, Any]:
 
 def write(file: Path, result: dict[str, Any]) -> None:
     """Write a results file, or leave the one that is there as it is: never half of one."""
-    unfinished = file.with_name(f"{file.name}.part")
+    unfinished = file.with_name(f"{file.name}.{uuid4().hex}.part")  # no other process's
     unfinished.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(file)
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from evals.prompting import Prompting
 from evals.rules import KEPT, Rule
+from evals.run_meta import NAME, read_meta
 from evals.task import Task
 from inertiakv import EvictionConfig
 from models import Transformer
 from scripts.benchmarking import machine, results
 
-NAME = "run_meta.json"
 BINDING = ("config", "model", "template", "essays", "data", "policies", "tasks")
 """What must be the same for a run to go on."""
 UNBOUND = ("started", "versions", "git_revision", "machine", "ranks")
@@ -77,48 +77,37 @@ def _fields(eviction: EvictionConfig) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(eviction).items() if name not in KEPT}
 
 
-def start(folder: Path, meta: dict[str, Any], *, resume: bool, write: bool) -> list[str]:
-    """Check that the run that is in a folder may go on, and with `write` note that it does, or what the new
-    run there is. What has changed of its software since then. Raises ValueError where the settings are
-    others."""
+def start(folder: Path, meta: dict[str, Any], *, resume: bool, note: bool) -> list[str]:
+    """Describe the new run in a folder, or check that the one there is the same: with `resume` one that goes
+    on, which is noted with `note`, else one that another process has begun just now. What has changed of its
+    software since then. Raises ValueError where the settings are others."""
     file = folder / NAME
-    if resume and file.is_file():
-        there = read(folder)
-        check_same(folder, there, meta)
-        noted = {key: meta[key] for key in ("command", *UNBOUND)}
-        there["resumed"] = [*there.get("resumed", []), noted]
-    else:
-        there = meta
-    if write:
+    begun = file.is_file()
+    if not begun:
         folder.mkdir(parents=True, exist_ok=True)
-        results.write(file, there)
+        results.write(file, meta)
+    there = read_meta(folder)
+    check_same(folder, there, meta, BINDING if resume else (*BINDING, "ranks"))
+    if begun and resume and note:
+        noted = {key: meta[key] for key in ("command", *UNBOUND)}
+        results.write(file, there | {"resumed": [*there.get("resumed", []), noted]})
     return [line for key in ("versions", "git_revision") for line in differences(there[key], meta[key], key)]
 
 
 def finish(folder: Path) -> None:
     """Note that all records are there."""
-    results.write(folder / NAME, {**read(folder), "finished": now()})
+    results.write(folder / NAME, {**read_meta(folder), "finished": now()})
 
 
-def read(folder: Path) -> dict[str, Any]:
-    file = folder / NAME
-    try:
-        meta: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    return meta
-
-
-def check_same(folder: Path, there: dict[str, Any], meta: dict[str, Any]) -> None:
+def check_same(folder: Path, there: dict[str, Any], meta: dict[str, Any], binding: Sequence[str]) -> None:
     """Raise ValueError, naming what differs, where a run with other settings made the records in a folder."""
-    differing = []
-    for key in BINDING:
-        old, new = there.get(key), meta[key]
-        if key == "config" and isinstance(old, dict):
-            old, new = ({k: v for k, v in config.items() if k not in FREE} for config in (old, new))
-        differing += differences(old, new, key)
+    old, new = (
+        {**of, "config": {name: value for name, value in of["config"].items() if name not in FREE}}
+        for of in (there, meta)
+    )
+    differing = [line for key in binding for line in differences(old.get(key), new[key], key)]
     if differing:
-        raise ValueError(f"{folder} is of another run, --resume cannot go on: {'; '.join(differing)}")
+        raise ValueError(f"{folder} is of another run, this one cannot go on with it: {'; '.join(differing)}")
 
 
 def differences(old: Any, new: Any, name: str) -> Iterator[str]:

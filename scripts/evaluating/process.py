@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ class Process:
     def file_name(self) -> str:
         return "records.jsonl" if self.ranks == 1 else f"records-{self.rank}.jsonl"
 
+    @property
+    def others(self) -> set[str]:
+        """The file names of the processes beside this one."""
+        return {replace(self, rank=rank).file_name for rank in range(self.ranks) if rank != self.rank}
+
     def share(self, groups: Sequence[Group]) -> list[Group]:
         return [group.share(self.rank, self.ranks) for group in groups]
 
@@ -75,22 +80,19 @@ def run(
     mine = process.share(groups)
     say(f"{process}: looking at the prompts ...")
     evaluation.check(mine)
-    for change in meta.start(folder, about, resume=resume, write=process.rank == 0):
+    for change in meta.start(folder, about, resume=resume, note=process.rank == 0):
         note(f"note: since this run began, {change}")
-    folder.mkdir(parents=True, exist_ok=True)
-    done = {record.key for record in read_records(folder)}
-    wanted = [key for group in mine for key in group.keys(evaluation.rules)]
-    bar = RecordBar(sum(key in done for key in wanted), len(wanted), str(process))
-    with contextlib.closing(bar), contextlib.closing(RecordFile(folder / process.file_name)) as file:
-        try:
-            for record in evaluation.answer(mine, done):
-                file.append(record)
-                bar.update()
-        except KeyboardInterrupt:
-            note(
-                f"stopped: {bar.done:,} of {bar.total:,} records are in {folder}; --resume goes on with them"
-            )
-            raise
+    with contextlib.closing(RecordFile(folder / process.file_name)) as file:
+        done = {record.key for record in read_records(folder)}
+        wanted = [key for group in mine for key in group.keys(evaluation.rules)]
+        with contextlib.closing(RecordBar(sum(k in done for k in wanted), len(wanted), str(process))) as bar:
+            try:
+                for record in evaluation.answer(mine, done):
+                    file.append(record)
+                    bar.update()
+            except KeyboardInterrupt:
+                note(f"stopped: {bar.done:,} of {bar.total:,} records are in {folder}; go on with --resume")
+                raise
     records = read_records(folder)
     if len(records) == count(groups, evaluation.rules):
         meta.finish(folder)
