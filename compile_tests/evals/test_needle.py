@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from compile_tests.tiny_chat import tiny_tokenizer
 from evals import needle
 from evals.essays import Essays, load_essays
-from evals.needle import DEPTHS, MAX_NEW_TOKENS, NEEDLE, needle_place
+from evals.needle import DEPTHS, MAX_NEW_TOKENS, NEEDLE, PROMPT, needle_place
 from evals.prompting import Prompting
 
 SENTENCES = [f"On day {day} the keeper saw {day % 7} ships — and wrote it down." for day in range(400)]
@@ -139,8 +139,9 @@ def test_scores() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen"])
 def test_a_prompt_without_any_letter_of_the_essays_is_too_short(kind: str) -> None:
-    task, lengths = grid(kind, essays=Essays(name="wide", text="字。" * 50)), range(150, 450)
-    made = []
+    task = grid(kind, essays=Essays(name="wide", text="字。" * 50))
+    bare = task._prompting.count(PROMPT.format(haystack=f"\n{NEEDLE}\n")) + MAX_NEW_TOKENS
+    lengths, made = range(bare, bare + 12), []
     for length in lengths:
         with contextlib.suppress(ValueError):
             made.append(task.sample(length, 5))
