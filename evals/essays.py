@@ -42,11 +42,14 @@ def load_essays(source: str | None = None) -> Essays:
     file, or a folder of .txt and .md files, which are read in the order of their names; of a .json file
     (RULER's `PaulGrahamEssays.json`) its `text`.
 
-    Raises FileNotFoundError, ValueError for a text without words, and what `hub_rows` raises."""
+    Raises FileNotFoundError, ValueError for a file that is no text or has no words, and what `hub_rows`
+    raises."""
     if source is None:
         name, text = "bundled", BUNDLED.read_text(encoding="utf-8")
     elif source == "hub":
         name, text = f"hub:{HUB}", "\n".join(row["text"] for row in hub_rows(HUB, None, "train"))
+    elif not source:
+        raise ValueError("the essays are a file, a folder or the word hub, got ''")
     else:
         name, text = source, _read(Path(source).expanduser())
     if not text.split():
@@ -57,11 +60,21 @@ def load_essays(source: str | None = None) -> Essays:
 def _read(path: Path) -> str:
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".txt", ".md"))
-        return "\n".join(file.read_text(encoding="utf-8") for file in files)
+        return "\n".join(map(_read_file, files))
     if not path.is_file():
         raise FileNotFoundError(f"no essays at {path}: neither a file nor a folder, nor the word hub")
-    text = path.read_text(encoding="utf-8")
-    return json.loads(text)["text"] if path.suffix == ".json" else text
+    return _read_file(path)
+
+
+def _read_file(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text) if path.suffix == ".json" else {"text": text}
+    except ValueError as error:  # of UTF-8 or of JSON
+        raise ValueError(f"the essays {path} cannot be read: {error}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("text"), str):
+        raise ValueError(f'the essays {path} are not of the form {{"text": "..."}}')
+    return str(data["text"])
 
 
 # A sentence ends at . ! or ?, with closing quotes and brackets, before a space that no small letter follows.

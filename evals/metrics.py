@@ -116,8 +116,9 @@ def choice(prediction: str, reference: str) -> float:
 def prefix_share(prediction: str, reference: str) -> float:
     """Share of the reference's steps that the prediction has, in order, before its first wrong one.
 
-    A step is a line that begins with a number and a colon; other lines (an introduction) are passed over, and
-    so is white space. All steps of the reference count, written or not: a short answer gains nothing."""
+    A step is a line that begins with a number and a colon; other lines (an introduction, a bare number) are
+    passed over, and so are white space and a number that is said again: who is given `3:` may well begin with
+    it. All steps of the reference count, written or not: a short answer gains nothing."""
     steps, truth = _steps(prediction), _steps(reference)
     right = 0
     for step, true in zip(steps, truth, strict=False):
@@ -128,5 +129,5 @@ def prefix_share(prediction: str, reference: str) -> float:
 
 
 def _steps(text: str) -> list[str]:
-    lines = ("".join(line.split()) for line in text.splitlines())
-    return [line for line in lines if re.match(r"\d+:", line)]
+    lines = (re.sub(r"^(\d+:)\1+", r"\1", "".join(line.split())) for line in text.splitlines())
+    return [line for line in lines if re.match(r"\d+:.", line)]

@@ -1,17 +1,20 @@
 """A needle in a haystack of essays, on a grid of lengths and depths.
 
 Needle, question and prompt are the common ones (San Francisco, a sandwich, Dolores Park). The needle goes to
-the last full stop before its depth, so that it breaks no sentence; at 100 % it is the end of the text. What
-differs from one publication to the next is chosen so: 50 new tokens at most, and ROUGE-L F, by the package
-that the metric names, of the whole answer against the needle's sentence. A right answer that does not repeat
-the question scores less than one that does.
+the last full stop before its depth, so that it breaks no sentence; at 100 % it is the end of the text. Where
+no full stop is near, it goes between two words, or else two letters. What differs from one publication to the
+next is chosen so: 50 new tokens at most, and ROUGE-L F, by the package that the metric names, of the whole
+answer against the needle's sentence. A right answer that does not repeat the question scores less than one
+that does.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 from . import metrics
 from .essays import Essays
@@ -28,11 +31,15 @@ DEPTHS = tuple(range(0, 101, 10))
 MAX_NEW_TOKENS = 50
 _LETTERS_A_TOKEN = 16
 """More than any prose has."""
+_LONGEST_SENTENCE = 1000
+"""In letters. What goes on without a full stop for longer is no sentence."""
+_LONGEST_WORD = 40
+_FULL_STOP = re.compile(r"[.!?](?=\s)|[。！？]")
 
 
 class NeedleGrid:
     """Sample `i` has the depth `depths[i % len(depths)]`. The haystack begins where the essays do in the
-    first round of depths, and at some sentence in each further one."""
+    first round of depths, and in each further one at another sentence, by chance."""
 
     name = "niah"
     lengths = True
@@ -42,12 +49,19 @@ class NeedleGrid:
             raise ValueError(f"depths are percentages, from 0 to 100, got {list(depths)}")
         if NEEDLE in essays.text:
             raise ValueError(f"the essays {essays.name} have the needle in them already")
+        first, *others = _starts(essays.text)
+        if rounds > (most := 1 + len(others)):
+            raise ValueError(
+                f"{rounds} rounds of depths begin with different sentences, but the essays {essays.name} "
+                f"have only {most}: ask for at most {most * len(depths)} samples"
+            )
+        random.Random(f"{seed} {self.name}").shuffle(others)  # all of them: more rounds change none of these
+        self._starts = [first, *others]
         self.metric = metrics.rouge_l_title()
         self.depths = tuple(depths)
         self._rounds = rounds
         self._prompting = prompting
         self._essays = essays
-        self._seed = seed
         self._ids = lru_cache(maxsize=1)(self._encode)
 
     def count(self, length: int | None) -> int:
@@ -61,6 +75,8 @@ class NeedleGrid:
         while room > 0:
             ids = self._ids(length, turn)[:room]
             haystack = self._prompting.tokenizer.decode(ids).rstrip("\ufffd")
+            if not haystack:
+                break
             at = needle_place(haystack, self.depths[point])
             prompt = PROMPT.format(haystack=f"{haystack[:at]}\n{NEEDLE}\n{haystack[at:]}")
             excess = self._prompting.count(prompt) - most
@@ -89,11 +105,7 @@ class NeedleGrid:
 
     def _encode(self, length: int, turn: int) -> list[int]:
         """Tokens of the essays, `length` of them and more."""
-        text = self._essays.text
-        start = 0
-        if turn:
-            after = random.Random(f"{self._seed} {self.name} {turn}").randrange(len(text))
-            start = text.find(". ", after) + 2 if ". " in text[after:] else 0
+        text, start = self._essays.text, self._starts[turn]
         text = text[start:] + "\n" + text[:start]
         letters = _LETTERS_A_TOKEN * length
         text = (text * (letters // len(text) + 1))[:letters]
@@ -102,11 +114,26 @@ class NeedleGrid:
 
 
 def needle_place(haystack: str, depth: float) -> int:
-    """Where in the haystack the needle goes: behind the last full stop before this depth, in percent."""
+    """Where in the haystack the needle goes: behind the last full stop before this depth, in percent, or
+    behind a word where no full stop is near."""
     if depth == 100:
         return len(haystack)
     at = int(len(haystack) * depth / 100)
-    return max(haystack.rfind(end, 0, at) + 1 for end in (". ", ".\n"))
+    stop = max((stop.end() for stop in _FULL_STOP.finditer(haystack, 0, at)), default=0)
+    if at - stop <= _LONGEST_SENTENCE and (stop or _FULL_STOP.search(haystack)):
+        return stop
+    space = re.search(r"\s\S*\Z", haystack[max(0, at - _LONGEST_WORD) : at])
+    return at - len(space[0]) if space else at
+
+
+def _starts(text: str) -> list[int]:
+    """Where the text begins, and where each sentence that is unlike those before."""
+    ends = [stop.end() for stop in _FULL_STOP.finditer(text)]
+    starts: dict[str, int] = {}
+    for begin, end in pairwise([0, *ends, len(text)]):
+        if sentence := text[begin:end].lstrip():
+            starts.setdefault(sentence, end - len(sentence) if begin else 0)
+    return list(starts.values())
 
 
 def make(

@@ -103,6 +103,9 @@ def test_scores_cannot_be_had_for_nothing(name: str) -> None:
     assert chain.score("\n".join(lines[:4]) + "\n", sample) == pytest.approx(4 / steps)
     assert chain.score("\n".join([*lines[:4], "17: no", *lines[5:]]), sample) == pytest.approx(4 / steps)
     assert chain.score("\n".join(lines[1:]), sample) == 0
+    # The number that is given may be said again.
+    given = sample.answer_prefix.splitlines()[-1]
+    assert chain.score(f"\n{given}{whole}", sample) == chain.score(f" {given}{whole}", sample) == 1
     # The rounds given, over and over, are right for a copy alone.
     rounds = sample.answer_prefix.split("\n")[:-1]
     again = [rounds[at % len(rounds)].split(": ")[1] for at in range(steps)]

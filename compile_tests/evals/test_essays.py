@@ -58,6 +58,31 @@ def test_what_is_no_essay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.json", b"{}", "are not of the form"),
+        ("a.json", b'["text"]', "are not of the form"),
+        ("a.json", b'{"text": 5}', "are not of the form"),
+        ("a.json", b"", "cannot be read: Expecting value"),
+        ("a.txt", b"caf\xe9", "cannot be read: 'utf-8' codec"),
+    ],
+)
+def test_files_that_are_no_essays(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (file := tmp_path / name).write_bytes(content)
+    for source in [file, tmp_path] if name == "a.txt" else [file]:
+        with pytest.raises(ValueError, match=f"^the essays {re.escape(str(file))} {message}") as error:
+            load_essays(str(source))
+        assert "\n" not in str(error.value)
+
+
+def test_no_name_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("Here, but not asked for.")
+    with pytest.raises(ValueError, match="the essays are a file, a folder or the word hub, got ''"):
+        load_essays("")
+
+
+@pytest.mark.parametrize(
     "text, sentences",
     [
         ("", []),

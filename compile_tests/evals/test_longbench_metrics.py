@@ -113,3 +113,9 @@ def test_steps_count_up_to_the_first_wrong_one() -> None:
     assert prefix_share(truth + "\n7: i j", truth) == 1
     assert prefix_share("3: a b\n4: c", truth) == 0.25
     assert prefix_share("", truth) == 0
+    # The first number is given; whoever says it again loses nothing, and gains nothing either.
+    again = truth.split("3:", 1)[1]
+    assert prefix_share(f"3: 3:{again}", truth) == prefix_share(f"3:\nHere:\n3:{again}", truth) == 1
+    assert prefix_share("3:\n3:\n4: c d\n5: e f", truth) == prefix_share("3: 4: 3: a b", truth) == 0
+    assert prefix_share("3: a b\n4:\n5: e f\n6: g h", truth) == 0.25
+    assert prefix_share("3:\n4:\n5:\n6:", truth) == 0

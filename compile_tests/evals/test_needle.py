@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from compile_tests.tiny_chat import tiny_tokenizer
 from evals import needle
-from evals.essays import Essays
-from evals.needle import DEPTHS, MAX_NEW_TOKENS, NEEDLE, needle_place
+from evals.essays import Essays, load_essays
+from evals.needle import DEPTHS, MAX_NEW_TOKENS, NEEDLE, PROMPT, needle_place
 from evals.prompting import Prompting
 
 SENTENCES = [f"On day {day} the keeper saw {day % 7} ships — and wrote it down." for day in range(400)]
@@ -78,6 +79,23 @@ def test_further_rounds_begin_elsewhere_with_a_sentence() -> None:
     assert task.sample(1000, 1) == grid(depths=(0, 50), seed=7).sample(1000, 1)
 
 
+def test_no_two_rounds_begin_alike() -> None:
+    task = grid(essays=load_essays(), depths=[50], rounds=40)
+    begins = [task.sample(1000, turn).prompt.split("<book> ")[1][:100] for turn in range(40)]
+    assert len(set(begins)) == 40
+    # Sentences that are there twice, and those of other scripts.
+    for text, rounds in (("One. Two.\nTwo. One. Three", 3), ("一。二！二！三？", 3), ("No stop at all", 1)):
+        essays = Essays(name="short", text=text)
+        task = grid(essays=essays, rounds=rounds)
+        prompts = {task.sample(700, index).prompt for index in range(0, task.count(700), len(DEPTHS))}
+        assert len(prompts) == rounds
+        message = (
+            f"{rounds + 1} rounds .* the essays short have only {rounds}: ask for at most {11 * rounds} "
+        )
+        with pytest.raises(ValueError, match=message):
+            grid(essays=essays, rounds=rounds + 1)
+
+
 def test_short_essays_begin_again() -> None:
     sample = grid(essays=Essays(name="short", text="One. Two.")).sample(2000, 5)
     assert sample.prompt.count("One. Two.") > 100
@@ -88,6 +106,22 @@ def test_the_needle_goes_behind_a_full_stop() -> None:
     assert [needle_place(text, depth) for depth in (0, 25, 32, 60, 73, 79, 99, 100)] == [
         *(0, 0, 8, 8, 8, 21, 21, 29)
     ]
+
+
+def test_full_stops_of_any_script() -> None:
+    assert needle_place("你好。再见！谁？没有", 55) == 3
+    assert needle_place("你好。再见！谁？没有", 75) == 6
+    assert needle_place("What? No! Yes it is", 80) == 9
+
+
+@pytest.mark.parametrize("text, off", [("word " * 400, 4), ("字" * 2000, 0), ("One. " + "word " * 2000, 4)])
+def test_a_needle_without_a_full_stop_near_keeps_its_depth(text: str, off: int) -> None:
+    for depth in range(20, 100, 10):
+        at = len(text) * depth // 100
+        place = needle_place(text, depth)
+        assert at - off - 1 <= place <= at
+        assert not off or text[place - 1] == "d"
+    assert (needle_place(text, 0), needle_place(text, 100)) == (0, len(text))
 
 
 def test_scores() -> None:
@@ -101,6 +135,18 @@ def test_scores() -> None:
     assert (said, words) == (11, 19)
     assert part == pytest.approx(2 * said / (said + words), abs=1e-6)
     assert task.score("", sample) == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen"])
+def test_a_prompt_without_any_letter_of_the_essays_is_too_short(kind: str) -> None:
+    task = grid(kind, essays=Essays(name="wide", text="字。" * 50))
+    bare = task._prompting.count(PROMPT.format(haystack=f"\n{NEEDLE}\n")) + MAX_NEW_TOKENS
+    lengths, made = range(bare, bare + 12), []
+    for length in lengths:
+        with contextlib.suppress(ValueError):
+            made.append(task.sample(length, 5))
+    assert 0 < len(made) < len(lengths)
+    assert "字" in made[0].prompt
 
 
 def test_errors() -> None:

@@ -167,6 +167,41 @@ def test_the_same_from_the_hub(data: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert load_corpus("qa_1", None).sha256 != load_corpus("qa_2", None).sha256
 
 
+def test_squad_1_1_says_of_no_question_that_it_is_impossible(tmp_path: Path) -> None:
+    older = squad()
+    for article in older["data"]:
+        for part in article["paragraphs"]:
+            part["qas"] = [{k: asked[k] for k in ("question", "answers")} for asked in part["qas"][1:]]
+    (tmp_path / "squad.json").write_text(json.dumps(older))
+    assert len(load_corpus("qa_1", tmp_path).questions) == ARTICLES * PARAGRAPHS
+
+
+@pytest.mark.parametrize(
+    "task, content, message",
+    [
+        ("qa_1", "", "is not SQuAD 2.0: JSONDecodeError: Expecting value"),
+        ("qa_1", "[]", "is not SQuAD 2.0: TypeError: "),
+        ("qa_1", '{"data": null}', "is not SQuAD 2.0: TypeError: "),
+        ("qa_1", '{"version": 2}', "is not SQuAD 2.0: KeyError: 'data'"),
+        ("qa_1", '{"data": [{"paragraphs": [{"qas": ["?"]}]}]}', "is not SQuAD 2.0: AttributeError: "),
+        ("qa_1", '{"data": []}', "has no question that has an answer"),
+        ("qa_2", "[]", "has no question that has an answer"),
+        ("qa_2", '{"a": 1}', "is not HotpotQA: TypeError: "),
+        ("qa_2", '[{"question": "Who?", "answer": null, "context": []}]', "HotpotQA: TypeError: None is no"),
+        (
+            "qa_2",
+            '[{"question": "Who?", "answer": "I", "context": [["a"]]}]',
+            "is not HotpotQA: ValueError: ",
+        ),
+    ],
+)
+def test_files_that_have_something_else(tmp_path: Path, task: str, content: str, message: str) -> None:
+    (file := tmp_path / ruler_qa.SOURCES[task].files[0]).write_text(content)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(file))} .*{re.escape(message)}") as error:
+        load_corpus(task, tmp_path)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("error", [ImportError("no package"), ConnectionError("no answer")])
 def test_neither_files_nor_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fails(*_: Any) -> None:

@@ -58,7 +58,8 @@ def _squad_file(data: Any) -> Iterator[Row]:
     for number, article in enumerate(data["data"]):
         for paragraph in article["paragraphs"]:
             for asked in paragraph["qas"]:
-                answers = [] if asked["is_impossible"] else [answer["text"] for answer in asked["answers"]]
+                impossible = asked.get("is_impossible", False)  # SQuAD 1.1 asks nothing that is
+                answers = [] if impossible else [answer["text"] for answer in asked["answers"]]
                 yield Row(asked["question"], answers, [paragraph["context"]], str(number))
 
 
@@ -109,11 +110,12 @@ SOURCES = {
 
 
 def load_corpus(task: str, data: Path | None) -> Corpus:
-    """From a file in the folder `data`, else from the hub. Raises ValueError where neither has it."""
+    """From a file in the folder `data`, else from the hub. Raises ValueError where neither has it, and for a
+    file that has something else."""
     source = SOURCES[task]
     for file in source.files:
         if data is not None and (path := data / file).is_file():
-            return _corpus(str(path), source.read_file(json.loads(path.read_text(encoding="utf-8"))))
+            return _corpus(str(path), _read(path, source))
     repository, config = source.hub
     try:
         return _corpus(f"hub:{repository}", source.read_hub(hub_rows(repository, config, "validation")))
@@ -123,6 +125,19 @@ def load_corpus(task: str, data: Path | None) -> Corpus:
             f"{task} needs {source.title}, as {' or '.join(source.files)} in a data folder, or from the hub: "
             f"{place}, and {error}"
         ) from error
+
+
+def _read(path: Path, source: Source) -> list[Row]:
+    try:
+        rows = list(source.read_file(json.loads(path.read_text(encoding="utf-8"))))
+        for row in rows:
+            if odd := [
+                text for text in (row.text, *row.answers, *row.documents) if not isinstance(text, str)
+            ]:
+                raise TypeError(f"{odd[0]!r:.40} is no text")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is not {source.title}: {type(error).__name__}: {error}") from error
+    return rows
 
 
 def _corpus(name: str, rows: Iterable[Row]) -> Corpus:
@@ -141,6 +156,8 @@ def _corpus(name: str, rows: Iterable[Row]) -> Corpus:
         related = tuple(place for place in articles.get(row.article, ()) if place not in own)
         if row.answers:
             questions.append(Question(row.text, tuple(dict.fromkeys(row.answers)), own, related))
+    if not questions:
+        raise ValueError(f"{name} has no question that has an answer")
     return Corpus(name, documents, questions)
 
 
