@@ -38,7 +38,8 @@ _FULL_STOP = re.compile(r"[.!?](?=\s)|[。！？]")
 
 
 class NeedleGrid:
-    """Sample `i` has the depth `depths[i % len(depths)]`. The haystack begins where the essays do in the
+    """Every round goes through all depths, first the ends and then each farthest from those before: so the
+    first few samples are spread over the prompt. The haystack begins where the essays do in the
     first round of depths, and in each further one at another sentence, by chance."""
 
     name = "niah"
@@ -58,7 +59,7 @@ class NeedleGrid:
         random.Random(f"{seed} {self.name}").shuffle(others)  # all of them: more rounds change none of these
         self._starts = [first, *others]
         self.metric = metrics.rouge_l_title()
-        self.depths = tuple(depths)
+        self.depths = _spread(depths)
         self._rounds = rounds
         self._prompting = prompting
         self._essays = essays
@@ -111,6 +112,16 @@ class NeedleGrid:
         text = (text * (letters // len(text) + 1))[:letters]
         ids: list[int] = self._prompting.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
+
+
+def _spread(depths: Sequence[float]) -> tuple[float, ...]:
+    left = sorted(depths)
+    order = [left.pop(0)]
+    while left:
+        farthest = max(left, key=lambda depth: min(abs(depth - before) for before in order))
+        left.remove(farthest)
+        order.append(farthest)
+    return tuple(order)
 
 
 def needle_place(haystack: str, depth: float) -> int:

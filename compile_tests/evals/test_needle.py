@@ -49,7 +49,9 @@ def test_depths_are_met_at_the_ends_of_sentences() -> None:
     task = grid()
     length = 8000
     assert task.count(length) == len(DEPTHS) == 11
-    samples = [task.sample(length, index) for index in range(11)]
+    asked = [task.sample(length, index) for index in range(11)]
+    assert [sample.facts["depth"] for sample in asked[:4]] == [0, 100, 50, 20], "the first few are spread"
+    samples = sorted(asked, key=lambda sample: float(sample.facts["depth"]))
     places = [sample.prompt.index(NEEDLE) for sample in samples]
     assert places == sorted(set(places))
     for sample, depth in zip(samples, DEPTHS, strict=True):
