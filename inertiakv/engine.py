@@ -49,6 +49,7 @@ class Engine:
         backend = choose_backend(attention, model.device, model.dtype, compile)
         self.method = Method(None, backend, tuple(dict.fromkeys(model.config.windows)))
         self.aggregation: Aggregation | None = None
+        self.form: tuple[Any, ...] = ()
         self._aggregations: dict[tuple[Any, ...], Aggregation] = {}
         self.graphs = Graphs(compile, model.device, on_compile)
         self.buffers = Buffers(model)
@@ -70,12 +71,8 @@ class Engine:
         self.buffers.scope = "shared" if eviction is None else eviction.scope
         warm_up = eviction.warm_up if isinstance(eviction, AdaptiveAlpha) else 0
         self.buffers.recorded_steps = max(self.record, warm_up)
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """What the graphs of decode steps depend on beside shapes: rules that agree in it share them."""
-        eviction = self.method.eviction
-        return () if eviction is None else (*eviction.form, self.buffers.recorded_steps)
+        # What the graphs of decode steps depend on beside shapes: rules that agree in it share them.
+        self.form = () if eviction is None else (*eviction.form, self.buffers.recorded_steps)
 
     def _aggregation(self, eviction: EvictionConfig) -> Aggregation:
         """Of the rule's form, whose graphs read its buffers, with the rule's own numbers in them."""
