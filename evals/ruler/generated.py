@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -56,10 +57,12 @@ class Generated(ABC):
     def sample(self, length: int | None, index: int) -> Sample:
         assert length is not None
 
+        @cache
         def draw(units: int) -> Draw:
             rng = Random(f"{self.seed}/{self.name}/{length}/{index}")
             return self.draw(rng, length, index, units)
 
+        @cache
         def tokens(units: int) -> int:
             drawn = draw(units)
             return self.count_tokens(drawn.prompt, drawn.answer_prefix)

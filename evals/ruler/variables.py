@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from random import Random
 
@@ -27,6 +27,7 @@ class VariableTracking(Generated):
 
     @cached_property
     def _example_lines(self) -> int:
+        @cache
         def tokens(lines: int) -> int:
             rng = Random(f"{self.seed}/{self.name}/example")
             prompt, answer_prefix, _, _ = _chain(rng, 3, "12345", lines)
