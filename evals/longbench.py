@@ -13,11 +13,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import metrics
+from .documents import Documents
 from .longbench_prompts import DATASETS, PAPER
 from .prompting import Prompting
 from .rows import Hub, Rows, load_rows
 from .task import Sample
-from .truncation import cut_halves, fit
+from .truncation import cut_halves
 
 PAPER_TASKS = tuple(f"longbench:{name}" for name in PAPER)
 TASKS = tuple(f"longbench:{name}" for name in DATASETS)
@@ -30,48 +31,27 @@ _METRICS: dict[str, metrics.Metric] = {
 _FIELDS = {"input": str, "context": str, "answers": list}
 
 
-class LongBench:
-    """One of its tasks. `source` says where the rows come from."""
-
-    lengths = False
+class LongBench(Documents):
+    """One of its tasks."""
 
     def __init__(
         self, name: str, rows: Rows, prompting: Prompting, max_positions: int, max_length: int | None
     ):
+        super().__init__(rows, prompting, max_positions, max_length)
         self.name = name
         self.dataset = DATASETS[name.removeprefix("longbench:")]
         metric = self.dataset.metric
         self.metric = metrics.rouge_l_title() if metric == "rouge-l" else metric
-        self.source = rows.source
-        self._rows = rows.rows
-        self._prompting = prompting
-        self._max_positions = max_positions
-        self._max_length = max_length
-
-    def count(self, length: int | None) -> int:
-        return len(self._rows)
 
     def sample(self, length: int | None, index: int) -> Sample:
         row = self._rows[index]
-        prompt, cut = fit(
+        return self._cut_sample(
+            index,
             self.dataset.prompt.format(context=row["context"], input=row["input"]),
             cut_halves,
-            self._prompting,
-            max_new_tokens=self.dataset.max_new_tokens,
-            max_positions=self._max_positions,
-            max_length=self._max_length,
-            chat=self.dataset.chat,
-        )
-        published = {key: row[key] for key in ("_id", "length") if key in row}
-        return Sample(
-            task=self.name,
-            length=None,
-            index=index,
-            prompt=prompt,
-            answer_prefix="",
             references=tuple(row["answers"]),
             max_new_tokens=self.dataset.max_new_tokens,
-            facts=published | cut,
+            facts={key: row[key] for key in ("_id", "length") if key in row},
             chat=self.dataset.chat,
         )
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import metrics
+from .documents import Documents
 from .prompting import Prompting
-from .rows import Hub, Rows, load_rows
+from .rows import Hub, load_rows
 from .task import Sample
-from .truncation import cut_joined, fit
+from .truncation import cut_joined
 
 TASKS = ("longbench-v2",)
 PROMPT = """Please read the following text and answer the question below.
@@ -45,45 +46,24 @@ _FACTS = ("_id", "domain", "difficulty", "length")
 _FIELDS = dict.fromkeys([*_FILLED.values(), "answer", *_FACTS], str)
 
 
-class LongBenchV2:
-    """Its one task. `source` says where the rows come from."""
+class LongBenchV2(Documents):
+    """Its one task."""
 
     name = "longbench-v2"
     metric = "accuracy"
-    lengths = False
-
-    def __init__(self, rows: Rows, prompting: Prompting, max_positions: int, max_length: int):
-        self.source = rows.source
-        self._rows = rows.rows
-        self._prompting = prompting
-        self._max_positions = max_positions
-        self._max_length = max_length
-
-    def count(self, length: int | None) -> int:
-        return len(self._rows)
 
     def sample(self, length: int | None, index: int) -> Sample:
         row = self._rows[index]
         prompt = PROMPT
         for place, field in _FILLED.items():
             prompt = prompt.replace(place, row[field].strip())
-        prompt, cut = fit(
+        return self._cut_sample(
+            index,
             prompt,
             cut_joined,
-            self._prompting,
-            max_new_tokens=MAX_NEW_TOKENS,
-            max_positions=self._max_positions,
-            max_length=self._max_length,
-        )
-        return Sample(
-            task=self.name,
-            length=None,
-            index=index,
-            prompt=prompt,
-            answer_prefix="",
             references=(row["answer"],),
             max_new_tokens=MAX_NEW_TOKENS,
-            facts={field: row[field] for field in _FACTS} | cut,
+            facts={field: row[field] for field in _FACTS},
         )
 
     def score(self, prediction: str, sample: Sample) -> float:

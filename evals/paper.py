@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from . import longbench, ruler
+
 COMPRESSION = 0.9
 
 _COLUMNS = ("full", "inertiakv", "lazy4", "tova", "snapkv", "adakv_ea", "kvzip", "keydiff")
@@ -40,18 +42,7 @@ LAZY = (
     "Score-Free +0.03 on average over its eight LongBench tasks."
 )
 
-_LONGBENCH = (
-    *("hotpotqa", "2wikimqa", "musique", "qasper"),
-    *("gov_report", "multi_news", "qmsum", "passage_retrieval_en"),
-)
-_RULER = (
-    *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2"),
-    *("niah_multikey_3", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
-)
-_WHOLE = {
-    "longbench": {f"longbench:{name}" for name in _LONGBENCH},
-    "ruler": {f"ruler:{name}" for name in _RULER},
-}
+_WHOLE = {"longbench": set(longbench.PAPER_TASKS), "ruler": {f"ruler:{name}" for name in ruler.TASKS}}
 """The tasks that an average is over. LongBench-v2 is one task."""
 
 

@@ -35,7 +35,8 @@ class Prompting:
         return len(self.encode(prompt, answer_prefix, chat=chat))
 
     def count_bos(self, ids: Sequence[int]) -> int:
-        """How many BOS are among these ids: 1, or 0 where the tokenizer has none."""
+        """How many BOS are among these ids: 0 where the tokenizer has none, else 1, or more where the chat
+        template begins every message with it."""
         bos = self.tokenizer.bos_token_id
         return 0 if bos is None else ids.count(bos)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .essays import Essays
 from .prompting import Prompting
 from .task import Task
 
@@ -21,8 +22,8 @@ class Setting:
     """Of the model: what data-bound prompts are truncated to."""
     seed: int
     samples: int | None
-    essays: Any
-    """As `read_essays` gives them; None where no task needs any."""
+    essays: Essays | None
+    """None where no task needs any."""
     data: Path | None
     """A folder with files of benchmarks that have data; else the hub."""
 
@@ -106,13 +107,6 @@ def expand(names: Sequence[str]) -> list[str]:
 def needing(need: str, tasks: Sequence[str]) -> list[str]:
     """Those of the tasks that can be told their `lengths`, `essays`, `data`."""
     return [task for task in tasks if need in benchmark(task).needs]
-
-
-def read_essays(source: str | None) -> Any:
-    """The text of a file or folder, of the `hub`, or with None the project's own."""
-    from .essays import load_essays
-
-    return load_essays(source)
 
 
 def make_tasks(names: Sequence[str], setting: Setting) -> list[Task]:

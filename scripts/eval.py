@@ -39,6 +39,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
 from evals import registry
+from evals.essays import load_essays
 from evals.prompting import Prompting
 from evals.records import Record, means
 from evals.rules import Rule, choose_rules
@@ -146,7 +147,7 @@ def evaluate(args: Arguments, command: str) -> None:
         check_tasks(args.task, names, lengths)
         check_budgets(rules, lengths)
         check_folder(args.output, process)
-        essays = registry.read_essays(args.task.essays) if registry.needing("essays", names) else None
+        essays = load_essays(args.task.essays) if registry.needing("essays", names) else None
     if args.machine.batch < 1:
         raise ValueError(f"--batch must be at least 1, got {args.machine.batch}")
     device = args.machine.device or process.device

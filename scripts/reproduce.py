@@ -29,6 +29,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
+from evals import registry
 from inertiakv import POLICIES
 from scripts import eval as evaluation
 from scripts import report
@@ -147,7 +148,7 @@ def command(args: Arguments, folder: Path, part: Part) -> list[str]:
     """What scripts/eval.py is told."""
     batch = args.batch or {"small": 8, "full": 4}[args.scale]
     more = []
-    if args.data is not None and not part.tasks[0].startswith("niah"):
+    if args.data is not None and registry.needing("data", part.tasks):
         more.append(f"--data={args.data}")
     where = [f"--model={args.model}", f"--batch={batch}", f"--out={folder}", "--resume"]
     return [*part.arguments(), *where, *more]

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from compile_tests.evals.benchmarks import BENCHMARKS
 from compile_tests.evals.made import NEW_TOKENS, Made
+from compile_tests.test_decode_cli import Result
 from compile_tests.tiny_chat import LLAMA, tiny_chat
 from evals import registry
 from evals.records import Mean, Record, read_records
@@ -46,21 +47,6 @@ ARGV += ("--compression", "0.5", "--batch", 2)
 ESSAYS = SimpleNamespace(name="essays of these tests", sha256="e5")
 
 
-@dataclasses.dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        """What stands behind `error: `, in the last line."""
-        assert (self.code, self.out) == (2, "")
-        *_, last = self.err.splitlines()
-        assert last.startswith("error: ")
-        return last.removeprefix("error: ")
-
-
 Cli = Callable[..., Result]
 
 
@@ -73,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _benchmarks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "BENCHMARKS", BENCHMARKS)
-        patch.setattr(registry, "read_essays", lambda source: ESSAYS)
+        patch.setattr(script, "load_essays", lambda source: ESSAYS)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             patch.delenv(name, raising=False)
         yield

@@ -93,9 +93,9 @@ def main(suites: Sequence[Suite]) -> Table | None:
     """One model's benchmarks side by side, at the paper's compression."""
     at = {None, paper.COMPRESSION}
     suites = [s for s in suites if any(arm.compression == paper.COMPRESSION for arm in s.arms)]
-    arms = list(dict.fromkeys(a for s in suites for a in s.arms if a.budget is None and a.compression in at))
     if not suites:
         return None
+    arms = list(dict.fromkeys(a for s in suites for a in s.arms if a.budget is None and a.compression in at))
     beside = [column for suite in suites for column in _beside(suite, suite.title, arms)]
     head = ["rule", *(title for title, _ in beside)]
     policies = [arm.policy for arm in arms]

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from evals.essays import Essays
 from evals.prompting import Prompting
 from evals.rules import KEPT, Rule
 from evals.run_meta import NAME, read_meta
@@ -43,7 +44,7 @@ def describe(
     prompting: Prompting,
     rules: Sequence[Rule],
     tasks: Sequence[Task],
-    essays: Any,
+    essays: Essays | None,
     ranks: int,
 ) -> dict[str, Any]:
     """What a run is. `config` are the options of its command line."""
