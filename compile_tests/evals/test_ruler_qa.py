@@ -87,6 +87,7 @@ def test_documents(tasks: dict[str, Generated], name: str, length: int, index: i
     task = tasks[name]
     sample = task.sample(length, index)
     corpus = task.corpus  # type: ignore[attr-defined]
+    assert task.source == f"{corpus.name} (sha256 {corpus.sha256})"  # type: ignore[attr-defined]
     question = corpus.questions[index]
     found = documents(sample.prompt)
     assert len(found) == len(set(found)) == sample.facts["units"]

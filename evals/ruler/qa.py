@@ -162,7 +162,8 @@ def _corpus(name: str, rows: Iterable[Row]) -> Corpus:
 
 
 class DocumentQuestions(Generated):
-    """Questions in the order of their source, each with its documents among others. Units are documents."""
+    """Questions in the order of their source, each with its documents among others. Units are documents.
+    `source` says where they come from."""
 
     metric = "string_match_part"
     match = staticmethod(string_match_part)
@@ -171,6 +172,7 @@ class DocumentQuestions(Generated):
     def __init__(self, name: str, count_tokens: CountTokens, seed: int, corpus: Corpus) -> None:
         super().__init__(name, count_tokens, seed)
         self.corpus = corpus
+        self.source = f"{corpus.name} (sha256 {corpus.sha256})"
 
     def count(self, length: int | None) -> int | None:
         return len(self.corpus.questions)
