@@ -32,9 +32,12 @@ MAX_BUDGET = 2**31 - 1
 
 MAX_SEED = 2**63 - 1
 
+OF_ATTENTION = ("attention", "value_norm", "entropy", "above_mean")
+"""Scorers that weigh a token by the attention paid to it."""
+
 OF_SCORES = (
     *("aggregation", "alpha", "coupling", "step_alpha", "refresh", "new_token"),
-    *("window", "pool", "pool_by", "pool_at", "rescue", "layers"),
+    *("window", "window_by", "draft", "pool", "pool_by", "pool_at", "rescue", "layers"),
 )
 """Options that say what becomes of scores, and have no effect where nothing is scored."""
 
@@ -86,6 +89,11 @@ class EvictionConfig:
     window: int = 0
     """Last queries of the prompt that score together when it is evicted, beside the first decode step's
     own."""
+    window_by: Literal["mean", "max"] = "mean"
+    """What a token is worth to several queries that score together."""
+    draft: int = 0
+    """Tokens of a draft: what the answer would be were the prompt evicted by the first decode step's query
+    alone. It is thrown away; its queries choose what stays of the prompt, together with the first."""
     pool: int = 1
     """Positions, an odd number, over whose utilities each token's is pooled when the set is chosen, without
     those of protected tokens."""
@@ -126,13 +134,14 @@ class EvictionConfig:
             ("new_token", Literal["zero", "mean"]),
             ("evict_at", Literal["first_step", "prompt"]),
             ("after", Literal["rule", "recency", "none"]),
+            ("window_by", Literal["mean", "max"]),
             ("pool_by", Literal["max", "mean"]),
             ("pool_at", Literal["prompt", "always"]),
         ):
             check_choice(name, getattr(self, name), get_args(choices))
         if self.refresh != "once":
             _check_int("refresh", self.refresh, 1, hint=" or 'once'")
-        for name, least in (("window", 0), ("pool", 1), ("sinks", 0), ("rescue", 0)):
+        for name, least in (("window", 0), ("draft", 0), ("pool", 1), ("sinks", 0), ("rescue", 0)):
             _check_int(name, getattr(self, name), least)
         if self.pool % 2 == 0:
             raise ValueError(f"pool must be an odd number of positions, got {self.pool}")
@@ -209,6 +218,12 @@ class EvictionConfig:
             self._refuse(
                 "protect_prompt=True", "evict_at", "window", "rescue", "reserve", "sinks", "allocation"
             )
+        if self.draft:
+            self._check_draft()
+        if self.window == 0 and self.draft == 0:
+            self._refuse("a single query", "window_by")
+        elif self.scorer not in OF_ATTENTION:
+            self._refuse(f"scorer={self.scorer!r}", "window_by")
         if self.evict_at == "first_step":
             self._refuse("evict_at='first_step'", "after")
         elif self.window == 0 and self.scores and self.scorer != "reconstruction":
@@ -217,6 +232,14 @@ class EvictionConfig:
             self._refuse(f"after={self.after!r}", "refresh", "new_token")
             if self.pool_at == "always":
                 raise ValueError(f"pool_at='always' has no effect with after={self.after!r}")
+
+    def _check_draft(self) -> None:
+        """A draft is evicted for, and its queries score."""
+        if self.evict_at == "prompt" or self.protect_prompt:
+            because = "evict_at='prompt'" if self.evict_at == "prompt" else "protect_prompt=True"
+            self._refuse(because, "draft")
+        if self.scorer not in (*OF_ATTENTION, "learned"):
+            self._refuse(f"scorer={self.scorer!r}", "draft")
 
     def _check_prompt_scorers(self) -> None:
         """Of scorers that need many queries of the prompt, and so cannot score the single one of a decode

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .budgets import Budgets, settle
 from .cache import SlotCache
@@ -22,7 +22,8 @@ from .experimental import AdaptiveAlpha
 from .prefill import Progress
 from .reconstruction import reconstruct
 from .results import FinishReason, Stats
-from .rows import Rows
+from .rows import MAX_EOS_IDS, NO_TOKEN, Rows
+from .sampling import Sampling
 from .steps import decode_step, evicting_step
 
 
@@ -52,7 +53,7 @@ class Conversation:
         batch, buffers = len(lengths), engine.buffers
         cache = buffers.decode_cache(batch, slots)
         if budgets.overfull:
-            cache = buffers.prompt_cache(batch, max(lengths))
+            cache = buffers.prompt_cache(batch, max(lengths) + engine.drafted)
         cache.allocate()
         cache.clear()
         for table, of_rows in zip(cache.tables, budgets.tables, strict=False):
@@ -85,7 +86,8 @@ class Conversation:
         counts = self.cache.most_B.tolist()
         longest = max(n + len(row) for n, row in zip(counts, rows, strict=True))
         with self.timed("prefill"):
-            self._move_to(self.engine.buffers.prompt_cache(len(rows), longest + new_tokens))
+            room = max(new_tokens, self.engine.drafted)
+            self._move_to(self.engine.buffers.prompt_cache(len(rows), longest + room))
         self.rows.finished_B.fill_(False)
         self.stopped.clear()
         self.turn_step = 0
@@ -121,43 +123,93 @@ class Conversation:
     def evict_to_budget(self, new_tokens: int, *, new: bool = True) -> None:
         """Score, evict down to budget, and move to the decode cache. With `new` this is the first step of a
         turn, and feeds each row's token."""
-        engine, cache, eviction = self.engine, self.cache, self.eviction
+        eviction = self.eviction
         assert eviction is not None
         with self.timed("first_step"):
             before_BW = self._before(eviction.window)
-            end_slot = cache.filled + new
-            scoring = engine.aggregation if eviction.scores else None
-            stays = engine.buffers.is_decode_cache(cache)  # else its slots are not those of later steps
-            recorder = engine.buffers.recorder_for(cache) if stays and new else None
-            state = (engine.model, cache, self.rows, engine.method, scoring, before_BW, recorder)
-            logits_BV, keep_BXN = evicting_step(*state, new=new, end_slot=end_slot)
-            settle(eviction, cache.tables, keep_BXN)
+            draft_BD = before_BW[:, :0]
+            # Else the cache's slots are not those of later steps.
+            stays = self.engine.buffers.is_decode_cache(self.cache)
+            if eviction.draft and new and not stays:
+                draft_BD = self._draft(before_BW, new_tokens)
+            logits_BV, keep_BXN = self._choose(before_BW, draft_BD, new=new)
             if stays:
-                cache.keep(keep_BXN)
+                self.cache.keep(keep_BXN)
             else:
-                slots = cache.slots_for(new_tokens, keep_BXN)
-                self._move_to(engine.buffers.decode_cache(self.stats.batch, slots), keep_BXN)
+                self._move_to(self._decode_cache(new_tokens, keep_BXN), keep_BXN)
         self.logits_BV = self.logits_BV if logits_BV is None else logits_BV
         self.overfull = False
         self.turn_step += new
-        self.stats.refreshes += scoring is not None
+        self.stats.refreshes += eviction.scores
+
+    def _choose(
+        self, before_BW: Tensor, draft_BD: Tensor, *, new: bool
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """The evicting step, and the budgets that hold after it."""
+        engine, cache, eviction = self.engine, self.cache, self.eviction
+        assert eviction is not None
+        end_slot = cache.filled + new + draft_BD.shape[1]
+        scoring = engine.aggregation if eviction.scores else None
+        recorder = (
+            engine.buffers.recorder_for(cache) if new and engine.buffers.is_decode_cache(cache) else None
+        )
+        state = (engine.model, cache, self.rows, engine.method, scoring, before_BW, draft_BD, recorder)
+        logits_BV, keep_BXN = evicting_step(*state, new=new, end_slot=end_slot)
+        settle(eviction, cache.tables, keep_BXN)
+        return logits_BV, keep_BXN
+
+    def _draft(self, before_BW: Tensor, new_tokens: int) -> Tensor:
+        """The likeliest tokens after the pending one, had the prompt been evicted by its query alone: [B, D],
+        -1 from the end of a row's draft on, and in rows of which nothing has to go. All else stays as it
+        is."""
+        engine, rows, prompt = self.engine, self.rows, self.cache
+        changing = nn.ModuleList((rows, *prompt.tables))
+        state = {name: tensor.clone() for name, tensor in changing.state_dict().items()}
+        logits_BV, keep_BXN = self._choose(before_BW, before_BW[:, :0], new=True)
+        assert logits_BV is not None
+        drafting_B = prompt.overfull_B
+        self.cache = self._decode_cache(new_tokens, keep_BXN)
+        self.cache.take_from(prompt, keep_BXN, release=False)
+        config = engine.model.config
+        rows.configure(Sampling(), config.eos_token_ids[:MAX_EOS_IDS], config.vocab_size)
+        drafted: list[Tensor] = []
+        for step in range(1, engine.drafted + 1):
+            active_B = drafting_B & ~rows.finished_B
+            if step == 1:
+                rows.choose(logits_BV, greedy=True)
+            else:
+                self._run(step, greedy=True)
+            drafted.append(torch.where(active_B, rows.token_B, NO_TOKEN))
+        changing.load_state_dict(state)
+        self.cache = prompt
+        return torch.stack(drafted, dim=1)
+
+    def _decode_cache(self, new_tokens: int, keep_BXN: Sequence[Tensor]) -> SlotCache:
+        """With room for the tokens marked, and `new_tokens` more or a draft."""
+        slots = self.cache.slots_for(max(new_tokens, self.engine.drafted), keep_BXN)
+        return self.engine.buffers.decode_cache(self.stats.batch, slots)
 
     def decode_step(self, greedy: bool) -> bool:
         """Feed each row's token, evict, and choose the next one. Returns whether its time is decoding, and
         not compilation."""
-        engine, cache, compiled = self.engine, self.cache, self.engine.graphs.stats.compiled
+        stats, compiled = self.engine.graphs.stats, self.engine.graphs.stats.compiled
         self.turn_step += 1
-        refresh = self.eviction is not None and self.eviction.refreshes_at(self.turn_step)
+        with self.timed("decode"):
+            self.stats.refreshes += self._run(self.turn_step, greedy=greedy)
+        self.stats.decode_steps += 1
+        self._adapt()
+        return stats.compiled == compiled
+
+    def _run(self, step: int, *, greedy: bool) -> bool:
+        """Decode step `step` of a turn. Returns whether it has refreshed the utilities."""
+        engine, cache = self.engine, self.cache
+        refresh = self.eviction is not None and self.eviction.refreshes_at(step)
         kind = "refresh step" if refresh else "decode step"
         recorder = engine.buffers.recorder_for(cache)
         state = (engine.model, cache, self.rows, engine.method, engine.aggregation, recorder)
-        with self.timed("decode"):
-            key = (kind, engine.form, cache.shape, greedy)
-            engine.graphs.run(key, decode_step, *state, refresh=refresh, greedy=greedy)
-        self.stats.decode_steps += 1
-        self.stats.refreshes += refresh
-        self._adapt()
-        return engine.graphs.stats.compiled == compiled
+        key = (kind, engine.form, cache.shape, greedy)
+        engine.graphs.run(key, decode_step, *state, refresh=refresh, greedy=greedy)
+        return refresh
 
     def finish_reasons(self) -> list[FinishReason]:
         """Why each row of an answer has ended."""

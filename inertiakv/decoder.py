@@ -242,13 +242,14 @@ class Decoder:
     def _begin(self, lengths: list[int], max_new_tokens: int) -> Conversation:
         """Start a conversation with room for prompts of these lengths, once nothing speaks against it."""
         buffers, config = self._engine.buffers, self.model.config
-        check_positions(lengths, max_new_tokens, config.max_positions)
+        drafted = self._engine.drafted
+        check_positions(lengths, max(max_new_tokens, drafted), config.max_positions)
         budgets = Budgets(self.eviction, lengths, config.num_layers)
         if isinstance(self.eviction, AdaptiveAlpha) and len(lengths) > 1:
             raise ValueError(f"an adaptive alpha is one row's: {len(lengths)} prompts cannot share it")
-        slots, longest = budgets.decode_slots(max_new_tokens), max(lengths)
+        slots, longest = budgets.decode_slots(max(max_new_tokens, drafted)), max(lengths)
         buffers.check_place(self.model)
-        prompt_slots = bucket(longest + 1) if budgets.overfull else 0
+        prompt_slots = bucket(longest + drafted + 1) if budgets.overfull else 0
         buffers.require(len(lengths), prompt_slots, slots, min(longest, self._engine.prefill.chunk))
         self._forget()
         self._conversation = Conversation.begin(self._engine, lengths, budgets, slots)

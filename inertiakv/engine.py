@@ -64,6 +64,10 @@ class Engine:
             )
         if self.record and (eviction is None or not eviction.scores_one_set):
             raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
+        if self.record and eviction is not None and eviction.draft:
+            raise ValueError(
+                f"record takes the steps of an answer, and not draft={eviction.draft} of a draft"
+            )
         if self.repeat_prefix and (eviction is None or eviction.scorer != "reconstruction"):
             raise ValueError("repeat_prefix has no effect without scorer='reconstruction'")
         aggregation = None if eviction is None else self._aggregation(eviction)
@@ -73,6 +77,11 @@ class Engine:
         self.buffers.recorded_steps = max(self.record, warm_up)
         # What the graphs of decode steps depend on beside shapes: rules that agree in it share them.
         self.form = () if eviction is None else (*eviction.form, self.buffers.recorded_steps)
+
+    @property
+    def drafted(self) -> int:
+        """Tokens of the rule's draft."""
+        return 0 if self.method.eviction is None else self.method.eviction.draft
 
     def _aggregation(self, eviction: EvictionConfig) -> Aggregation:
         """Of the rule's form, whose graphs read its buffers, with the rule's own numbers in them."""

@@ -45,6 +45,8 @@ class AdaptiveAlpha(EvictionConfig):
         _check_shared(self)
         if self.alpha is None or self.refresh != 1:
             raise ValueError("an adaptive alpha needs a rule that has an alpha, and refresh=1")
+        if self.draft:
+            raise ValueError(f"an adaptive alpha learns from the answer, and not from draft={self.draft}")
         if self.warm_up < 2:
             raise ValueError(f"warm_up must be at least 2 steps, got {self.warm_up}")
 

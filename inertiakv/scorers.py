@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ class Evidence(NamedTuple):
     padding."""
     real_share_B: Tensor | None
     """Share of the queries that are no padding; None: all."""
+    by: Literal["mean", "max"]
+    """What a head's score is made of where several queries score together."""
     seen_BXN: Tensor
     position_BXN: Tensor
     salt: Tensor
@@ -56,7 +58,11 @@ class Evidence(NamedTuple):
         return self.weights_BGRN
 
     def mean(self, x_BGR: Tensor) -> Tensor:
-        """Mean over a KV head's queries, of what is 0 for padding: [B, G, R, ...] to [B, G, ...]."""
+        """Mean over the queries of a KV head, of what is 0 for padding: [B, G, R, ...] to [B, G, ...]. With
+        `by="max"` it is the mean over query heads alone, and the most that any of the queries has."""
+        queries = self.q_BHTD.shape[2]
+        if self.by == "max" and queries > 1:
+            return x_BGR.unflatten(2, (-1, queries)).mean(2).amax(2)
         mean_BG = x_BGR.mean(2)
         if self.real_share_B is None:
             return mean_BG

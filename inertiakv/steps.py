@@ -9,6 +9,7 @@ Shape letters: B batch, T query tokens, E hidden size, V vocabulary, X retention
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,6 +42,10 @@ class Method:
         spaced = self.eviction is not None and self.eviction.reserve > 0
         spaced_B = rows.spaced_B if spaced else None
         return Limits(rows.sinks_B, rows.recent_B, rows.prompt_B, spaced_B)
+
+    @property
+    def window_by(self) -> Literal["mean", "max"]:
+        return "mean" if self.eviction is None else self.eviction.window_by
 
     @property
     def pooling(self) -> Pooling | None:
@@ -129,33 +134,36 @@ def evicting_step(
     method: Method,
     aggregation: Aggregation | None,
     before_BW: Tensor,
+    draft_BD: Tensor,
     recorder: Recorder | None,
     *,
     new: bool,
     end_slot: int,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Feed one token a row where `new`, score it together with the W tokens before it, and choose what stays:
-    the logits [B, V] of a new token, and for each table the tokens to keep, bool [B, X, N].
+    """Feed one token a row where `new`, score it together with the W tokens before it and a draft of the D
+    after it, and choose what stays: the logits [B, V] of a new token, and for each table the tokens to keep,
+    bool [B, X, N].
 
     The first decode step, on the whole prompt, and the last token of a further turn. A row that ended at its
     first token takes part where it holds more than its budget: what it keeps must be chosen by scores, too.
-    `before_BW` are tokens that the cache holds, -1 where a row has fewer.
+    `before_BW` are tokens that the cache holds, and `draft_BD` such as none of it is left of; -1 where a row
+    has fewer.
     """
     fed_B = ~rows.finished_B | cache.overfull_B
-    tokens_BT, length = before_BW, before_BW.shape[1]
-    back_T = torch.arange(-length, int(new), device=cache.device)
-    if new:
-        tokens_BT = torch.cat((before_BW, rows.token_B[:, None]), dim=1)
+    length, entered = before_BW.shape[1], int(new) + draft_BD.shape[1]
+    back_T = torch.arange(-length, entered, device=cache.device)
+    tokens_BT = torch.cat((before_BW, rows.token_B[:, None][:, : int(new)], draft_BD), dim=1)
     real_BT = (tokens_BT >= 0) & fed_B[:, None]
     positions_BT = torch.where(real_BT, rows.position_B[:, None] + back_T, EMPTY)
     step = Pass(
         positions_BT,
-        None,
+        # Of a draft behind the fullest set of each row: every set takes it at the same slots.
+        cache.most_B[:, None] + back_T[length:] if draft_BD.shape[1] else None,
         # Dense whatever the backend: this step runs once, uncompiled, which FlexAttention is not made for.
         "dense",
         method.windows,
         active_B=fed_B,
-        new=int(new),
+        new=entered,
         from_mean=method.eviction is not None and method.eviction.new_token == "mean",
         end_slot=end_slot,
     )
@@ -164,16 +172,22 @@ def evicting_step(
         rotated = rotations(
             model, positions_BT, rows.position_B + int(new), cache.tables[0].utility_BXN.dtype
         )
-    view = CacheView(cache, step, aggregation, rotations=rotated, record=recorder is not None)
+    view = CacheView(
+        cache, step, aggregation, rotations=rotated, by=method.window_by, record=recorder is not None
+    )
     logits_BV = None
     if tokens_BT.shape[1]:
         hidden_BTE = model(tokens_BT.clamp_min(0), positions_BT, view)
-        logits_BV = model.head(hidden_BTE[:, -1]) if new else None
+        logits_BV = model.head(hidden_BTE[:, length]) if new else None
     if recorder is not None:
         recorder.record(cache.tables[0], view.scores, positions_BT[:, -1])
     if new:
         rows.position_B.add_(fed_B)
         rows.fed_B.logical_or_(fed_B)
+    if draft_BD.shape[1]:
+        for table in cache.tables:
+            position_BXN = table.position_BXN
+            table.keep((position_BXN > EMPTY) & (position_BXN < rows.position_B[:, None, None]))
     return logits_BV, _chosen(cache, method, rows)
 
 

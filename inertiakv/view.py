@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,6 +100,7 @@ class Scoring(NamedTuple):
     coefficients: Coefficients
     learned: LearnedScorer | None
     rotations: Rotations | None
+    by: Literal["mean", "max"]
     record: bool
 
 
@@ -162,10 +163,12 @@ class CacheView:
         aggregation: Aggregation | None = None,
         *,
         rotations: Rotations | None = None,
+        by: Literal["mean", "max"] = "mean",
         record: bool = False,
     ) -> None:
         """`aggregation`: score this pass and update the utilities of rows that are active. `rotations`: of
-        its queries, for the scorer `expected_attention`. `record`: keep the layers' scores, in `scores`."""
+        its queries, for the scorer `expected_attention`. `by`: what several queries make of their scores.
+        `record`: keep the layers' scores, in `scores`."""
         self.layers, self.tables, self.step = cache.layers, cache.tables, step
         self.shared = cache.shape.scope == "shared"
         self.record = record
@@ -175,7 +178,7 @@ class CacheView:
             assert step.active_B is not None
             self.scoring = {
                 index: Scoring(
-                    aggregation.scorer, step.active_B, scalars, aggregation.learned, rotations, record
+                    aggregation.scorer, step.active_B, scalars, aggregation.learned, rotations, by, record
                 )
                 for index, scalars in aggregation.by_layer().items()
             }
@@ -284,6 +287,7 @@ class LayerView:
             v_BGND,
             weights_BGRN,
             real_share_B,
+            scoring.by,
             held_BXN,
             seen.position_BXN,
             scoring.coefficients.salt,
