@@ -37,7 +37,7 @@ OF_ATTENTION = ("attention", "value_norm", "entropy", "above_mean")
 
 OF_SCORES = (
     *("aggregation", "alpha", "coupling", "step_alpha", "refresh", "new_token"),
-    *("window", "window_by", "draft", "pool", "pool_by", "pool_at", "rescue", "layers"),
+    *("window", "window_by", "draft", "drafts", "pool", "pool_by", "pool_at", "rescue", "layers"),
 )
 """Options that say what becomes of scores, and have no effect where nothing is scored."""
 
@@ -94,6 +94,8 @@ class EvictionConfig:
     draft: int = 0
     """Tokens of a draft: what the answer would be were the prompt evicted by the first decode step's query
     alone. It is thrown away; its queries choose what stays of the prompt, together with the first."""
+    drafts: int = 1
+    """Drafts, each from what the one before it has chosen."""
     pool: int = 1
     """Positions, an odd number, over whose utilities each token's is pooled when the set is chosen, without
     those of protected tokens."""
@@ -141,7 +143,14 @@ class EvictionConfig:
             check_choice(name, getattr(self, name), get_args(choices))
         if self.refresh != "once":
             _check_int("refresh", self.refresh, 1, hint=" or 'once'")
-        for name, least in (("window", 0), ("draft", 0), ("pool", 1), ("sinks", 0), ("rescue", 0)):
+        for name, least in (
+            ("window", 0),
+            ("draft", 0),
+            ("drafts", 1),
+            ("pool", 1),
+            ("sinks", 0),
+            ("rescue", 0),
+        ):
             _check_int(name, getattr(self, name), least)
         if self.pool % 2 == 0:
             raise ValueError(f"pool must be an odd number of positions, got {self.pool}")
@@ -220,6 +229,8 @@ class EvictionConfig:
             )
         if self.draft:
             self._check_draft()
+        else:
+            self._refuse("draft=0", "drafts")
         if self.window == 0 and self.draft == 0:
             self._refuse("a single query", "window_by")
         elif self.scorer not in OF_ATTENTION:

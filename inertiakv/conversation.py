@@ -131,7 +131,8 @@ class Conversation:
             # Else the cache's slots are not those of later steps.
             stays = self.engine.buffers.is_decode_cache(self.cache)
             if eviction.draft and new and not stays:
-                draft_BD = self._draft(before_BW, new_tokens)
+                for _ in range(eviction.drafts):
+                    draft_BD = self._draft(before_BW, draft_BD, new_tokens)
             logits_BV, keep_BXN = self._choose(before_BW, draft_BD, new=new)
             if stays:
                 self.cache.keep(keep_BXN)
@@ -158,16 +159,17 @@ class Conversation:
         settle(eviction, cache.tables, keep_BXN)
         return logits_BV, keep_BXN
 
-    def _draft(self, before_BW: Tensor, new_tokens: int) -> Tensor:
-        """The likeliest tokens after the pending one, had the prompt been evicted by its query alone: [B, D],
-        -1 from the end of a row's draft on, and in rows of which nothing has to go. All else stays as it
+    def _draft(self, before_BW: Tensor, former_BD: Tensor, new_tokens: int) -> Tensor:
+        """The likeliest tokens after the pending one, had the prompt been evicted by its query and those of a
+        former draft: [B, D], -1 from the end of a row's draft on, and in rows of which nothing has to go. All else stays as it
         is."""
         engine, rows, prompt = self.engine, self.rows, self.cache
         changing = nn.ModuleList((rows, *prompt.tables))
         state = {name: tensor.clone() for name, tensor in changing.state_dict().items()}
-        logits_BV, keep_BXN = self._choose(before_BW, before_BW[:, :0], new=True)
+        one_more = [(table.count_BX + 1 > table.budget_BX).any(-1) for table in prompt.tables]
+        drafting_B = torch.stack(one_more).any(0)
+        logits_BV, keep_BXN = self._choose(before_BW, former_BD, new=True)
         assert logits_BV is not None
-        drafting_B = prompt.overfull_B
         self.cache = self._decode_cache(new_tokens, keep_BXN)
         self.cache.take_from(prompt, keep_BXN, release=False)
         config = engine.model.config
