@@ -9,6 +9,8 @@ Shapes: H query heads, G KV heads, N tokens seen, D head dim, E hidden size, R =
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -123,6 +125,7 @@ class Oracle:
         self.step += 1
         self.unclear = False
         before = {key: sum(m.values()) / max(1, len(m)) for key, m in self.utility.items()}
+        overfull = self.overfull
         logits, attention = self._forward(token)
         refreshed, rule, first = False, self.rule, self.step == 1 and not self.evicts_prompt
         if rule is not None:
@@ -132,12 +135,46 @@ class Oracle:
                 for key, m in self.utility.items():
                     m[self.length - 1] = before[key]
             if refreshed:
-                self._score(rule, [*(self._window(rule) if first else []), attention])
+                queries = [*(self._window(rule) if first else []), attention]
+                drafting = first and rule.draft > 0 and overfull
+                self._score_ahead(rule, queries, self._draft(rule, queries, logits) if drafting else [])
             if first:
                 self._evict_prompt(rule, arbiter)
             else:
                 self._evict_one(rule, arbiter)
         return Step(int(logits.argmax()), refreshed, self.unclear)
+
+    def _draft(self, rule: Rule, queries: list[list[list[Weights]]], logits: Array) -> list[int]:
+        """The answer as it would be, had the prompt been evicted by these queries, and with more than one
+        draft by those of the draft before."""
+        draft: list[int] = []
+        for _ in range(rule.drafts):
+            sketch = self._copy()
+            sketch._score_ahead(rule, queries, draft)
+            sketch._evict_prompt(rule, None)
+            self.unclear |= sketch.unclear
+            sketch.rule = dataclasses.replace(rule, draft=0, drafts=1)
+            draft = [int(logits.argmax())]
+            while len(draft) < rule.draft and draft[-1] not in self.model.config.eos_token_ids:
+                step = sketch.decode(draft[-1])
+                self.unclear |= step.unclear
+                draft.append(step.token)
+        return draft
+
+    def _copy(self) -> Oracle:
+        """Another conversation that has come to the same point."""
+        other = copy.copy(self)
+        other.budgets = dict(self.budgets)
+        for name in ("utility", "k", "v"):
+            setattr(other, name, {key: dict(by_position) for key, by_position in getattr(self, name).items()})
+        return other
+
+    def _score_ahead(self, rule: Rule, queries: list[list[list[Weights]]], draft: list[int]) -> None:
+        """Score with these queries and those of a draft, of which nothing is left afterwards."""
+        ahead = self._copy()
+        ahead._score(rule, [*queries, *(ahead._forward(token)[1] for token in draft)])
+        for key, utility in self.utility.items():
+            utility.update({position: ahead.utility[key][position] for position in utility})
 
     def _score(self, rule: Rule, queries: list[list[list[Weights]]]) -> None:
         config = self.model.config

@@ -48,6 +48,9 @@ class Rule:
     evict_at: str = "first_step"
     after: str = "rule"
     window: int = 0
+    window_by: str = "mean"
+    draft: int = 0
+    drafts: int = 1
     pool: int = 1
     pool_by: str = "max"
     pool_at: str = "prompt"
@@ -147,6 +150,8 @@ def head_scores(
         positions = sorted(k_of)
         mean = {p: _mean([w.get(p, 0.0) for w in of_head[g]]) for p in positions}
         match rule.scorer:
+            case "attention" if rule.window_by == "max":
+                score = {p: _most(rule, queries, p, g, group) for p in positions}
             case "attention":
                 score = mean
             case "value_norm":
@@ -176,6 +181,12 @@ def head_scores(
     return scores
 
 
+def _most(rule: Rule, queries: Sequence[Sequence[Weights]], p: int, g: int, group: int) -> float:
+    """The most that any query pays to a token, in the mean over the query heads of its set."""
+    own = slice(g * group, (g + 1) * group) if rule.scope == "head" else slice(None)
+    return max(_mean(w.get(p, 0.0) for w in heads[own]) for heads in queries)
+
+
 def _mean(numbers: Iterable[float]) -> float:
     numbers = list(numbers)
     return sum(numbers) / len(numbers)
@@ -191,6 +202,8 @@ def aggregated(rule: Rule, old: float, s: Sequence[float]) -> float:
     m = old
     if rule.aggregation == "single":
         return s[-1]
+    if rule.aggregation == "maximum":
+        return max(m, *s)
     if rule.aggregation == "cumulative":
         for s_l in s:
             m = m + s_l

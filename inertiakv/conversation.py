@@ -130,7 +130,7 @@ class Conversation:
             draft_BD = before_BW[:, :0]
             # Else the cache's slots are not those of later steps.
             stays = self.engine.buffers.is_decode_cache(self.cache)
-            if eviction.draft and new and not stays:
+            if eviction.draft and new and bool(self.cache.overfull_B.any()):
                 for _ in range(eviction.drafts):
                     draft_BD = self._draft(before_BW, draft_BD, new_tokens)
             logits_BV, keep_BXN = self._choose(before_BW, draft_BD, new=new)
@@ -161,13 +161,12 @@ class Conversation:
 
     def _draft(self, before_BW: Tensor, former_BD: Tensor, new_tokens: int) -> Tensor:
         """The likeliest tokens after the pending one, had the prompt been evicted by its query and those of a
-        former draft: [B, D], -1 from the end of a row's draft on, and in rows of which nothing has to go. All else stays as it
-        is."""
+        former draft: [B, D], -1 from the end of a row's draft on, and in rows that are within their budget.
+        All else stays as it is."""
         engine, rows, prompt = self.engine, self.rows, self.cache
         changing = nn.ModuleList((rows, *prompt.tables))
         state = {name: tensor.clone() for name, tensor in changing.state_dict().items()}
-        one_more = [(table.count_BX + 1 > table.budget_BX).any(-1) for table in prompt.tables]
-        drafting_B = torch.stack(one_more).any(0)
+        overfull_B = prompt.overfull_B
         logits_BV, keep_BXN = self._choose(before_BW, former_BD, new=True)
         assert logits_BV is not None
         self.cache = self._decode_cache(new_tokens, keep_BXN)
@@ -176,7 +175,7 @@ class Conversation:
         rows.configure(Sampling(), config.eos_token_ids[:MAX_EOS_IDS], config.vocab_size)
         drafted: list[Tensor] = []
         for step in range(1, engine.drafted + 1):
-            active_B = drafting_B & ~rows.finished_B
+            active_B = overfull_B & ~rows.finished_B
             if step == 1:
                 rows.choose(logits_BV, greedy=True)
             else:

@@ -101,6 +101,7 @@ class Scoring(NamedTuple):
     learned: LearnedScorer | None
     rotations: Rotations | None
     by: Literal["mean", "max"]
+    most: bool
     record: bool
 
 
@@ -119,7 +120,8 @@ def enter(table: Table, step: Pass) -> Seen:
         table.insert(slots_BXT, positions_BT if active_B1 is None else positions_BT.where(active_B1, EMPTY))
         if mean_BX is not None:
             assert active_B1 is not None
-            table.utility_BXN.scatter_(-1, slots_BXT, mean_BX.where(active_B1, 0.0)[..., None])
+            mean_BXT = mean_BX.where(active_B1, 0.0)[..., None].expand(slots_BXT.shape)
+            table.utility_BXN.scatter_(-1, slots_BXT, mean_BXT)
     return _look(table, step, slots_BXT[..., :new])
 
 
@@ -178,7 +180,14 @@ class CacheView:
             assert step.active_B is not None
             self.scoring = {
                 index: Scoring(
-                    aggregation.scorer, step.active_B, scalars, aggregation.learned, rotations, by, record
+                    aggregation.scorer,
+                    step.active_B,
+                    scalars,
+                    aggregation.learned,
+                    rotations,
+                    by,
+                    aggregation.most,
+                    record,
                 )
                 for index, scalars in aggregation.by_layer().items()
             }
@@ -297,7 +306,7 @@ class LayerView:
         score_BXN = by_set(SCORERS[scoring.scorer].score(evidence), held_BXN.shape[1])
         scored_BXN = held_BXN & scoring.scored_B[:, None, None]
         decay, gain, _ = scoring.coefficients
-        self.scored.append(updated(self.utility_BXN, score_BXN, scored_BXN, decay, gain))
+        self.scored.append(updated(self.utility_BXN, score_BXN, scored_BXN, decay, gain, scoring.most))
         if scoring.record:
             self.scored.append(score_BXN)
 
