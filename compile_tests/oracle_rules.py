@@ -202,8 +202,6 @@ def aggregated(rule: Rule, old: float, s: Sequence[float]) -> float:
     m = old
     if rule.aggregation == "single":
         return s[-1]
-    if rule.aggregation == "maximum":
-        return max(m, *s)
     if rule.aggregation == "cumulative":
         for s_l in s:
             m = m + s_l

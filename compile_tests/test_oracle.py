@@ -88,7 +88,7 @@ def _when_to_evict(pick: object, scores: bool) -> dict[str, object]:
 
 def _scoring(pick: object, layers: int, *, shared: bool, again: bool) -> dict[str, object]:
     """`again`: the rule scores while decoding."""
-    options = {"aggregation": pick("ema", "ema", "ema", "cumulative", "maximum", "single")}
+    options = {"aggregation": pick("ema", "ema", "cumulative", "single")}
     if options["aggregation"] == "ema":
         options["step_alpha"] = pick(None, None, 0.0, 0.5, 0.9)
         if shared:

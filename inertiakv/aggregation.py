@@ -26,7 +26,7 @@ def layer_coefficients(config: EvictionConfig, num_layers: int) -> tuple[list[fl
     a. Where layers have sets of their own nothing runs over layers, and `a` is alpha.
     """
     alpha = 0.0 if config.alpha is None else config.alpha
-    if config.aggregation in ("cumulative", "maximum"):
+    if config.aggregation == "cumulative":
         return [1.0] * num_layers, [1.0] * num_layers
     if config.scope != "shared":
         memory = alpha if config.step_alpha is None else config.step_alpha
@@ -69,7 +69,7 @@ class Aggregation(nn.Module):
     ) -> None:
         """`learned`: the scorer of that name. Raises ValueError for layers that the model does not have."""
         super().__init__()
-        self.scorer, self.learned, self.most = config.scorer, learned, config.aggregation == "maximum"
+        self.scorer, self.learned = config.scorer, learned
         self.layers = config.layers or tuple(range(num_layers))
         if self.layers[-1] >= num_layers:
             raise ValueError(
@@ -107,15 +107,7 @@ class Aggregation(nn.Module):
 
 
 def updated(
-    utility_BXN: Tensor,
-    score_BXN: Tensor,
-    scored_BXN: Tensor,
-    decay: Tensor,
-    gain: Tensor,
-    most: bool = False,
+    utility_BXN: Tensor, score_BXN: Tensor, scored_BXN: Tensor, decay: Tensor, gain: Tensor
 ) -> Tensor:
-    """The utilities after one layer's scores, where `scored_BXN` (bool) says so; elsewhere as they were. With
-    `most` the larger of the two, and not their sum."""
-    if most:
-        return torch.where(scored_BXN, torch.maximum(utility_BXN, score_BXN), utility_BXN)
+    """The utilities after one layer's scores, where `scored_BXN` (bool) says so; elsewhere as they were."""
     return torch.where(scored_BXN, decay * utility_BXN + gain * score_BXN, utility_BXN)

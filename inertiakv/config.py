@@ -20,7 +20,7 @@ ScorerName = Literal[
     "learned",
     "none",
 ]
-Aggregation = Literal["ema", "cumulative", "maximum", "single"]
+Aggregation = Literal["ema", "cumulative", "single"]
 Coupling = Literal["layer_temporal", "temporal", "layer"]
 Scope = Literal["shared", "layer", "head"]
 Allocation = Literal["uniform", "pyramid", "adaptive", "model"]
@@ -69,7 +69,7 @@ class EvictionConfig:
     layers: tuple[int, ...] | None = None
     """Layers that score, counted from 0, for the shared set; all by default."""
     aggregation: Aggregation = "ema"
-    """How scores are carried over layers and steps: a moving average, a sum, the largest, or not at all."""
+    """How scores are carried over layers and steps: a moving average, a sum, or not at all."""
     alpha: float | None = None
     """Smoothing of the EMA, in [0, 1): the share of the old utility that each update keeps. 0.8 by
     default."""
@@ -289,7 +289,7 @@ class EvictionConfig:
         buffers, or what happens before the first of these steps."""
         pooling = (self.pool, self.pool_by) if self.pool_at == "always" else None
         whole = (type(self), self.scorer, self.scorer_file, self.scope, self.layers)
-        return (*whole, self.aggregation == "maximum", self.new_token, self.after, self.reserve > 0, pooling)
+        return (*whole, self.new_token, self.after, self.reserve > 0, pooling)
 
     def budget_for(self, prompt_tokens: int) -> int:
         """Tokens a row with this prompt keeps: floor((1 - compression) * prompt_tokens), at least 1; on

@@ -101,7 +101,6 @@ class Scoring(NamedTuple):
     learned: LearnedScorer | None
     rotations: Rotations | None
     by: Literal["mean", "max"]
-    most: bool
     record: bool
 
 
@@ -180,14 +179,7 @@ class CacheView:
             assert step.active_B is not None
             self.scoring = {
                 index: Scoring(
-                    aggregation.scorer,
-                    step.active_B,
-                    scalars,
-                    aggregation.learned,
-                    rotations,
-                    by,
-                    aggregation.most,
-                    record,
+                    aggregation.scorer, step.active_B, scalars, aggregation.learned, rotations, by, record
                 )
                 for index, scalars in aggregation.by_layer().items()
             }
@@ -306,7 +298,7 @@ class LayerView:
         score_BXN = by_set(SCORERS[scoring.scorer].score(evidence), held_BXN.shape[1])
         scored_BXN = held_BXN & scoring.scored_B[:, None, None]
         decay, gain, _ = scoring.coefficients
-        self.scored.append(updated(self.utility_BXN, score_BXN, scored_BXN, decay, gain, scoring.most))
+        self.scored.append(updated(self.utility_BXN, score_BXN, scored_BXN, decay, gain))
         if scoring.record:
             self.scored.append(score_BXN)
 
