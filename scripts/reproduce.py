@@ -1,9 +1,9 @@
 """Put the paper's claims to the test: run its comparisons, and make one report of them.
 
-`--scale small` asks SmolLM2-135M what of RULER it can answer at all, at 1k and 2k tokens, in an hour or more
-on two CPU cores. `--scale full` is the paper's protocol, for a model of its size on a GPU. Both run every
-named policy, the smoothing (alpha), the compression, the laziness of refreshes and the couplings of layers
-and steps.
+`--scale small` asks SmolLM2-135M what of RULER it can answer at all, at 1k and 2k tokens, in about an hour on
+two CPU cores. `--scale full` is the paper's protocol, for a model of its size on a GPU. Both run every named
+policy, the smoothing (alpha), the compression, the laziness of refreshes, the couplings of layers and steps,
+and the scorers.
 
 Examples:
   make reproduce
@@ -44,6 +44,10 @@ MEMORY = "inertiakv:coupling=temporal:step_alpha=0.95"
 POOLED = ("inertiakv:pool=13", "lazy4:pool=13", "score_free:pool=13")
 SWEPT = ("inertiakv", "lazy4", "tova", "snapkv", "keydiff", "streaming_llm")
 """Policies that are run at every compression."""
+SCORED = tuple(
+    f"inertiakv:scorer={name}" for name in ("value_norm", "entropy", "keydiff", "key_norm", "recency")
+)
+"""Beside attention: the order of two of them is much as its own, that of the others is not."""
 COSTLY = "kvzip"
 """Reads each prompt more than twice again: run on fewer samples."""
 
@@ -92,6 +96,7 @@ def small() -> dict[str, Part]:
     return {
         "policies": part(NAMED, 8),
         "compressions": part(SWEPT, 8, COMPRESSIONS),
+        "scorers": part(SCORED, 8),
         COSTLY: part((COSTLY,), 4),
     }
 
@@ -99,6 +104,7 @@ def small() -> dict[str, Part]:
 def full() -> dict[str, Part]:
     return {
         "ruler": Part(("ruler",), (*NAMED, COSTLY), (4096, 16384), 500),
+        "ruler-scorers": Part(("ruler",), SCORED, (4096, 16384), 500),
         "ruler-compressions": Part(("ruler",), SWEPT, (4096, 16384), 500, COMPRESSIONS),
         "longbench": Part(("longbench",), (*NAMED, COSTLY)),
         "longbench-compressions": Part(("longbench",), SWEPT, (), None, COMPRESSIONS),
@@ -114,7 +120,7 @@ class Arguments:
     model: str = "smollm2-135m"
     """A folder, a name on the Hugging Face hub, or smollm2-135m."""
     scale: Literal["small", "full"] = "small"
-    """An hour or more on two cores, or the paper's protocol."""
+    """About an hour on two cores, or the paper's protocol."""
     out: Path = Path("results/reproduction")
     """A folder for the parts and the report."""
     batch: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: 8 small, 4 full)")] = None
