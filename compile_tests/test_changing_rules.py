@@ -23,6 +23,7 @@ ALIKE = [
     EvictionConfig(aggregation="single", pool=5, rescue=2),
     EvictionConfig(evict_at="prompt", window=8, sinks=2, recent=0.25),
     EvictionConfig(protect_prompt=True, budget=3),
+    EvictionConfig(draft=5, drafts=2, window_by="max"),
 ]
 """Rules whose decode steps are the same but for numbers."""
 UNLIKE = [

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inertiakv import POLICIES, EvictionConfig, policy
+from inertiakv.config import OF_ATTENTION
+from inertiakv.scorers import SCORERS
 
 
 def test_the_defaults_are_the_papers() -> None:
@@ -93,6 +95,16 @@ def test_a_config_cannot_be_changed_and_can_be_a_key() -> None:
         ({"after": "none"}, "after='none' has no effect with evict_at='first_step'"),
         ({"evict_at": "prompt", "window": 8, "after": "none", "refresh": 4}, "refresh=4 has no effect"),
         ({"protect_prompt": True, "sinks": 4}, "sinks=4 has no effect with protect_prompt=True"),
+        ({"draft": -1}, "draft must be a whole number of at least 0, got -1"),
+        ({"draft": 4, "drafts": 0}, "drafts must be a whole number of at least 1, got 0"),
+        ({"drafts": 2}, "drafts=2 has no effect with draft=0"),
+        ({"draft": 4, "scorer": "keydiff"}, "draft=4 has no effect with scorer='keydiff'"),
+        ({"draft": 4, "scorer": "none"}, "draft=4 has no effect with scorer='none'"),
+        ({"draft": 4, "evict_at": "prompt", "window": 8}, "draft=4 has no effect with evict_at='prompt'"),
+        ({"draft": 4, "protect_prompt": True}, "draft=4 has no effect with protect_prompt=True"),
+        ({"window_by": "max"}, "window_by='max' has no effect with a single query"),
+        ({"window": 4, "window_by": "max", "scorer": "value_norm"}, "window_by='max' has no effect with sco"),
+        ({"window": 4, "window_by": "most"}, "unknown window_by 'most'; choose from mean, max"),
         ({"reserve": 1.0}, r"reserve must be a number in \[0, 1\), got 1.0"),
         ({"budget": 10, "rescue": 11}, r"rescue \(11\) protect more tokens than the budget of 10 keeps"),
         ({"budget": 10, "recent": 0.5, "sinks": 6}, r"sinks \(6\) \+ recent \(5\) protect more tokens"),
@@ -102,6 +114,10 @@ def test_a_config_cannot_be_changed_and_can_be_a_key() -> None:
 def test_what_cannot_be_or_would_be_ignored_is_an_error(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         EvictionConfig(**options)
+
+
+def test_scorers_of_attention_are_those_that_need_it() -> None:
+    assert [name for name, scorer in SCORERS.items() if scorer.needs_attention] == list(OF_ATTENTION)
 
 
 def test_an_option_that_does_not_exist_is_an_error() -> None:

@@ -23,7 +23,8 @@ from inertiakv import Decoder, EvictionConfig, Sampling, StopStrings, policy
 
 MODEL = tiny_model(11)
 LAZY = EvictionConfig(compression=0.7, refresh=3, sinks=1, recent=2)
-RULES = [None, LAZY, EvictionConfig(budget=15), EvictionConfig(budget=400, refresh="once")]
+DRAFT = EvictionConfig(budget=15, draft=7, window_by="max", refresh=2)
+RULES = [None, LAZY, EvictionConfig(budget=15), EvictionConfig(budget=400, refresh="once"), DRAFT]
 TOLERANCE = 1e-11
 
 

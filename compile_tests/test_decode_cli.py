@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from compile_tests.tiny_chat import BOS, EOS, set_eos, tiny_chat, tiny_tokenizer
-from inertiakv import EvictionConfig, StopStrings
+from inertiakv import EvictionConfig, StopStrings, policy
 from scripts import decode
 from scripts.cli import prompts
 from scripts.cli.console import Answer, LiveAnswer
@@ -253,6 +253,10 @@ def test_every_eviction_option(cli: Cli) -> None:
         rescue=2,
     )
     assert report["config"] == json.loads(json.dumps(dataclasses.asdict(expected)))
+    chosen = "--policy rehearsed --draft 3 --drafts 2 --window-by mean"
+    report = cli("--prompt", TEXT, *chosen.split(), "--max-new-tokens", 2, "--json").json
+    expected = policy("rehearsed", draft=3, drafts=2, window_by="mean")
+    assert report["config"] == dataclasses.asdict(expected)
     chosen = "--scope head --allocation adaptive --evict-at prompt --window 3 --after none"
     report = cli("--prompt", TEXT, *chosen.split(), "--max-new-tokens", 2, "--json").json
     expected = EvictionConfig(scope="head", allocation="adaptive", evict_at="prompt", window=3, after="none")

@@ -20,6 +20,7 @@ RULES = {
     "budget": EvictionConfig(budget=20, sinks=2, recent=3),
     "large budget": EvictionConfig(budget=60, aggregation="cumulative", refresh=2),
     "temporal": EvictionConfig(budget=9, coupling="temporal"),
+    "draft": EvictionConfig(budget=12, refresh=3, draft=9, drafts=2, window=3, window_by="max", pool=3),
 }
 TOLERANCE = 1e-11
 

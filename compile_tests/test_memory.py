@@ -48,6 +48,15 @@ def test_the_prompt_cache_is_given_back_layer_by_layer(held: list[int]) -> None:
     assert out.stats.kept_tokens == [200]
 
 
+def test_while_a_draft_is_written_both_caches_are_held(held: list[int]) -> None:
+    rule = EvictionConfig(compression=0.9, draft=30, drafts=2)
+    decoder = decoder_for(tiny_model(layers=LAYERS, dtype=torch.float32), rule)
+    out = decoder.generate(random_prompt(2030), 20, eos_token_ids=[])
+    prompt, kept = cache_bytes(bucket(2030 + 30 + 1)), cache_bytes(bucket(204))
+    assert max(held) == prompt + kept
+    assert held[-1] == out.stats.cache_bytes == kept
+
+
 def test_the_formula_is_what_is_allocated() -> None:
     for rows, slots, dtype in ((1, 128, torch.float32), (3, 640, torch.bfloat16)):
         shape = CacheShape(LAYERS, rows, KV_HEADS, slots, HEAD_DIM)

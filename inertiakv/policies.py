@@ -38,6 +38,8 @@ POLICIES: dict[str, EvictionConfig | None] = {
     "lazy8": EvictionConfig(refresh=8),
     "lazy16": EvictionConfig(refresh=16),
     "score_free": EvictionConfig(refresh="once"),
+    # Not in the paper: see "Rehearsing the answer" in the README.
+    "rehearsed": EvictionConfig(refresh=4, coupling="temporal", draft=64, window_by="max", pool=13),
     "single": EvictionConfig(aggregation="single"),
     "cumulative": EvictionConfig(aggregation="cumulative"),
     # arXiv 2306.14048: the sum of attention, half of the budget for the newest tokens. The paper's sums begin
