@@ -108,6 +108,7 @@ def test_compiled_is_eager(rule: EvictionConfig) -> None:
         (AdaptiveAlpha, {"aggregation": "single"}, "needs a rule that has an alpha, and refresh=1"),
         (AdaptiveAlpha, {"refresh": 4}, "needs a rule that has an alpha, and refresh=1"),
         (AdaptiveAlpha, {"scope": "head"}, "scope='shared'"),
+        (AdaptiveAlpha, {"draft": 4}, "learns from the answer, and not from draft=4"),
         (AdaptiveAlpha, {"evict_at": "prompt", "window": 8, "after": "none"}, "which after='none' does not"),
         (RankTrigger, {"scorer": "none"}, "a rule that scores"),
         (RankTrigger, {"threshold": 1.0}, r"threshold must be in \[0, 1\), got 1.0"),

@@ -68,3 +68,5 @@ def test_a_decoder_that_does_not_record_says_so() -> None:
     for rule in (None, EvictionConfig(scorer="none"), EvictionConfig(scope="layer")):
         with pytest.raises(ValueError, match="record needs a rule that scores, for one set of all layers"):
             decoder_for(tiny_model(), rule, record=1)
+    with pytest.raises(ValueError, match="record takes the steps of an answer, and not those of draft=4"):
+        decoder_for(tiny_model(), EvictionConfig(draft=4), record=1)
