@@ -191,6 +191,12 @@ class SlotCache(nn.Module):
         for table, kept_BXN in zip(self.tables, keep_BXN, strict=True):
             table.keep(kept_BXN)
 
+    def forget_from(self, position_B: Tensor) -> None:
+        """Drop the tokens at these positions and after them. Every set must have an empty slot then."""
+        for table in self.tables:
+            held_BXN = table.position_BXN > EMPTY
+            table.keep(held_BXN & (table.position_BXN < position_B[:, None, None]))
+
     def copy_prompt(self, source: SlotCache, tokens: int) -> None:
         """Hold what `source`, of which nothing was evicted, holds in its first `tokens` slots."""
         theirs = source.tables[0]
