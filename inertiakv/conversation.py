@@ -20,6 +20,7 @@ from .config import EvictionConfig
 from .engine import Engine
 from .experimental import AdaptiveAlpha
 from .prefill import Progress
+from .ranks import check_agreement
 from .reconstruction import reconstruct
 from .results import FinishReason, Stats
 from .rows import MAX_EOS_IDS, NO_TOKEN, Rows
@@ -211,6 +212,12 @@ class Conversation:
         key = (kind, engine.form, cache.shape, greedy)
         engine.graphs.run(key, decode_step, *state, refresh=refresh, greedy=greedy)
         return refresh
+
+    def check_ranks(self) -> None:
+        """Where the decoder is to do so, see that all ranks have come to the same."""
+        if self.engine.checks_ranks:
+            tables = self.cache.tables if self.cache.shape.scope != "head" else ()
+            check_agreement(self.engine.ranks, self.rows.token_B, tables)
 
     def finish_reasons(self) -> list[FinishReason]:
         """Why each row of an answer has ended."""

@@ -23,6 +23,7 @@ from .eviction import EMPTY, Limits, Pooling, pooled, protected, rescued, retain
 from .expected_attention import rotations
 from .experimental import RankTrigger
 from .protocol import LanguageModel
+from .ranks import ranks_of
 from .recording import Recorder
 from .rows import Rows
 from .table import Table
@@ -103,7 +104,7 @@ def decode_step(
     eviction, active_B = method.eviction, ~rows.finished_B
     step = decode_pass(method, rows, active_B, refresh=refresh)
     scoring = aggregation if refresh else None
-    view = CacheView(cache, step, scoring, record=recorder is not None)
+    view = CacheView(cache, step, scoring, record=recorder is not None, ranks=ranks_of(model))
     triggered = refresh and isinstance(eviction, RankTrigger)
     before_BXN = cache.tables[0].utility_BXN.clone() if triggered else None
     hidden_BE = model(rows.token_B[:, None], step.positions_BT, view)[:, 0]
@@ -176,7 +177,13 @@ def evicting_step(
             model, positions_BT, rows.position_B + int(new), cache.tables[0].utility_BXN.dtype
         )
     view = CacheView(
-        cache, step, aggregation, rotations=rotated, by=method.window_by, record=recorder is not None
+        cache,
+        step,
+        aggregation,
+        rotations=rotated,
+        by=method.window_by,
+        record=recorder is not None,
+        ranks=ranks_of(model),
     )
     logits_BV = None
     if tokens_BT.shape[1]:
