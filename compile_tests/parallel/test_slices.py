@@ -99,6 +99,7 @@ def test_uneven_splits_come_before_loading(
         (policy("random", scope="head"), 2, "random"),
         (policy("h2o"), 4, "scope='head'"),
         (policy("adakv_ea", scope="shared", allocation="uniform"), 4, "expected_attention"),
+        (policy("rehearsed"), 2, "window_by"),
         (AdaptiveAlpha(), 2, "adaptive alpha"),
     ],
 )
