@@ -60,6 +60,7 @@ class Answer:
         conversation = self.conversation
         if conversation.first_step_is_due:
             conversation.evict_to_budget(self.max_new_tokens)
+            conversation.check_ranks()
         cache, stats, engine = conversation.cache, conversation.stats, conversation.engine
         stats.sequence_tokens = conversation.rows.position_B.tolist()
         stats.kept_tokens = [int(n) if n.is_integer() else n for n in cache.mean_B.tolist()]
@@ -85,6 +86,7 @@ class Answer:
                 timed = False
             else:
                 timed = conversation.decode_step(greedy)
+            conversation.check_ranks()
             unread.append(Step(before, timed))
             if len(unread) == self.read_every or index == self.max_new_tokens - 1:
                 yield unread

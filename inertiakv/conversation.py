@@ -20,6 +20,7 @@ from .config import EvictionConfig
 from .engine import Engine
 from .experimental import AdaptiveAlpha
 from .prefill import Progress
+from .ranks import check_agreement
 from .reconstruction import reconstruct
 from .results import FinishReason, Stats
 from .rows import Rows
@@ -158,6 +159,12 @@ class Conversation:
         self.stats.refreshes += refresh
         self._adapt()
         return engine.graphs.stats.compiled == compiled
+
+    def check_ranks(self) -> None:
+        """Where the decoder is to do so, see that all ranks have come to the same."""
+        if self.engine.checks_ranks:
+            tables = self.cache.tables if self.cache.shape.scope != "head" else ()
+            check_agreement(self.engine.ranks, self.rows.token_B, tables)
 
     def finish_reasons(self) -> list[FinishReason]:
         """Why each row of an answer has ended."""

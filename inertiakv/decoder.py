@@ -48,6 +48,8 @@ class Decoder:
       "reconstruction".
     * `record`: decode steps of an answer to record for `recording`.
     * `on_compile`: called before a graph is compiled, which takes seconds, with what it is for.
+    * `check_ranks`: for debugging, see at every step that all processes that hold the model have chosen the
+      same tokens and kept the same; RuntimeError where they have not.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Decoder:
         repeat_prefix: Sequence[int] = (),
         on_compile: Callable[[str], None] | None = None,
         record: int = 0,
+        check_ranks: bool = False,
     ) -> None:
         self.model = model
         self._engine = Engine(
@@ -72,6 +75,7 @@ class Decoder:
             repeat_prefix=repeat_prefix,
             on_compile=on_compile,
             record=record,
+            check_ranks=check_ranks,
         )
         self._conversation: Conversation | None = None
         self._latest: Answer | None = None  # which alone may go on

@@ -19,6 +19,7 @@ from .learned import load_scorer
 from .prefill import Prefill
 from .prompts import to_rows
 from .protocol import LanguageModel
+from .ranks import check_rule, ranks_of
 from .steps import Method
 
 
@@ -36,6 +37,7 @@ class Engine:
         repeat_prefix: Sequence[int],
         on_compile: Callable[[str], None] | None,
         record: int,
+        check_ranks: bool,
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
@@ -46,6 +48,7 @@ class Engine:
         if compile and isinstance(model, torch.nn.Module):
             check_ties(model)
         self.model, self.record, self.repeat_prefix = model, record, tuple(repeat_prefix)
+        self.ranks, self.checks_ranks = ranks_of(model), check_ranks
         backend = choose_backend(attention, model.device, model.dtype, compile)
         self.method = Method(None, backend, tuple(dict.fromkeys(model.config.windows)))
         self.aggregation: Aggregation | None = None
@@ -62,6 +65,9 @@ class Engine:
             raise ValueError(
                 f"a rule is an EvictionConfig, as policy(name) gives it, or None; got {eviction!r}"
             )
+        check_rule(eviction, self.ranks)
+        if self.record and self.ranks.size > 1:
+            raise ValueError(f"record: each of {self.ranks.size} ranks has the scores of its own heads alone")
         if self.record and (eviction is None or not eviction.scores_one_set):
             raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
         if self.repeat_prefix and (eviction is None or eviction.scorer != "reconstruction"):

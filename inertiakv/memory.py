@@ -1,8 +1,9 @@
-"""How much memory a request needs, asked before any work is done."""
+"""How much memory there is, and whether a request fits, asked before any work is done."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
@@ -23,6 +24,16 @@ def available_bytes(device: torch.device) -> int | None:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return None
+
+
+def peak_bytes() -> int:
+    """The most of the host's memory that this process has had, 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def require(parts: dict[str, int], device: torch.device) -> None:

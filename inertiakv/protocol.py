@@ -43,6 +43,9 @@ class LanguageModel(Protocol):
     It runs its layers as `cache.run_layer(index, layer, x_BTE, *args)`, which calls `layer(x_BTE, *args,
     view)` with the view to say `attend` to. Layers that are alike are traced and compiled once: a layer's
     code, its index say, should not depend on which one it is. It knows nothing else of the cache.
+
+    A model that several processes hold together says so by an attribute `ranks` (see ranks.py). The sizes in
+    its `config` are those of its own heads then; its hidden states and logits are the same in all of them.
     """
 
     @property

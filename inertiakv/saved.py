@@ -27,7 +27,9 @@ _PLAIN = ("overfull", "tokens", "turn_step")  # what of a conversation is writte
 
 
 def save(conversation: Conversation, path: str | Path) -> None:
-    """Write a conversation."""
+    """Write a conversation. Raises ValueError for one whose K and V are spread over ranks."""
+    if conversation.engine.ranks.size > 1:
+        raise ValueError("a conversation with a model on several ranks cannot be saved: none has all of it")
     tensors = _buffers(conversation.cache, conversation.rows)
     if conversation.logits_BV is not None:
         tensors["logits"] = conversation.logits_BV

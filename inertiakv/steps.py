@@ -22,6 +22,7 @@ from .eviction import EMPTY, Limits, Pooling, pooled, protected, rescued, retain
 from .expected_attention import rotations
 from .experimental import RankTrigger
 from .protocol import LanguageModel
+from .ranks import ranks_of
 from .recording import Recorder
 from .rows import Rows
 from .table import Table
@@ -108,7 +109,7 @@ def decode_step(
         pool=method.pooling if eviction is not None and eviction.pool_at == "always" else None,
     )
     scoring = aggregation if refresh else None
-    view = CacheView(cache, step, scoring, record=recorder is not None)
+    view = CacheView(cache, step, scoring, record=recorder is not None, ranks=ranks_of(model))
     triggered = refresh and isinstance(eviction, RankTrigger)
     before_BXN = cache.tables[0].utility_BXN.clone() if triggered else None
     hidden_BE = model(rows.token_B[:, None], positions_B1, view)[:, 0]
@@ -164,7 +165,8 @@ def evicting_step(
         rotated = rotations(
             model, positions_BT, rows.position_B + int(new), cache.tables[0].utility_BXN.dtype
         )
-    view = CacheView(cache, step, aggregation, rotations=rotated, record=recorder is not None)
+    recorded = recorder is not None
+    view = CacheView(cache, step, aggregation, rotations=rotated, record=recorded, ranks=ranks_of(model))
     logits_BV = None
     if tokens_BT.shape[1]:
         hidden_BTE = model(tokens_BT.clamp_min(0), positions_BT, view)

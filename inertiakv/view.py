@@ -2,7 +2,8 @@
 `attend` to.
 
 Where all layers share one table, it takes the new tokens before the first layer and evicts after the last.
-Where each has its own, all of that happens within the layer.
+Where each has its own, all of that happens within the layer. Where ranks share a table, they take the mean of
+their utilities once the last of its layers has scored.
 
 Shape letters: B batch, T query tokens, H query heads, G KV heads, R queries of a KV head, X retention sets, N
 slots, D head dim.
@@ -35,6 +36,7 @@ from .config import ScorerName
 from .eviction import EMPTY, Limits, Pooling, pooled, protected
 from .expected_attention import Rotations
 from .learned import LearnedScorer
+from .ranks import ALONE, Ranks
 from .regions import flat, nested
 from .scorers import SCORERS, Evidence, by_set
 from .table import Table
@@ -163,12 +165,15 @@ class CacheView:
         *,
         rotations: Rotations | None = None,
         record: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`aggregation`: score this pass and update the utilities of rows that are active. `rotations`: of
-        its queries, for the scorer `expected_attention`. `record`: keep the layers' scores, in `scores`."""
+        its queries, for the scorer `expected_attention`. `record`: keep the layers' scores, in `scores`.
+        `ranks`: those that hold the model."""
         self.layers, self.tables, self.step = cache.layers, cache.tables, step
         self.shared = cache.shape.scope == "shared"
         self.record = record
+        self.ranks = ALONE if cache.shape.scope == "head" else ranks  # a head's set is its own rank's
         self.scores: dict[int, Tensor] = {}
         self.scoring: dict[int, Scoring] = {}
         if aggregation is not None:
@@ -188,12 +193,13 @@ class CacheView:
         which traces and compiles layers that are alike once."""
         kv, scoring = self.layers[index], self.scoring.get(index)
         if not self.shared:
-            return _own_region(*self.same, *flat(layer, kv, self.tables[index], x_BTE, args, scoring))
+            own = (layer, kv, self.tables[index], x_BTE, args, scoring, self.ranks)
+            return _own_region(*self.same, *flat(*own))
         if scoring is None:
             return _region(*self.same, *flat(layer, kv, x_BTE, args))
         utility_BXN = self.tables[0].utility_BXN[..., : self.seen.position_BXN.shape[-1]]
         x_BTE, *scored = _scored_region(*self.same, *flat(layer, kv, x_BTE, args, utility_BXN, scoring))
-        utility_BXN.copy_(scored[0])
+        utility_BXN.copy_(self.ranks.mean(scored[0]) if index == max(self.scoring) else scored[0])
         if self.record:
             self.scores[index] = scored[1]
         return x_BTE
@@ -298,7 +304,7 @@ class LayerView:
             self.scored.append(score_BXN)
 
 
-_KINDS = (Seen, Scoring, Coefficients, Rotations, Pass, Limits, Pooling)
+_KINDS = (Seen, Scoring, Coefficients, Rotations, Pass, Limits, Pooling, Ranks)
 
 
 @torch.compiler.nested_compile_region(**_ANY_NUMBER)
@@ -320,12 +326,12 @@ def _scored_region(*flat_args: Any) -> tuple[Tensor, ...]:
 @torch.compiler.nested_compile_region(**_ANY_NUMBER)
 def _own_region(*flat_args: Any) -> Tensor:
     (step,), rest = nested(flat_args, _KINDS)
-    (layer, kv, table, x_BTE, args, scoring), _ = nested(rest, _KINDS)
+    (layer, kv, table, x_BTE, args, scoring, ranks), _ = nested(rest, _KINDS)
     seen = enter(table, step)
     utility_BXN = table.utility_BXN[..., : seen.position_BXN.shape[-1]]
     view = LayerView(kv, seen, utility_BXN, scoring)
     x_BTE = layer(x_BTE, *args, view)
     if scoring is not None:
-        utility_BXN.copy_(view.scored[0])
+        utility_BXN.copy_(ranks.mean(view.scored[0]))
     leave(table, step)
     return x_BTE

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inertiakv.memory import peak_bytes
+from inertiakv.ranks import ALONE, Ranks
+
 from .config import parse_dtype
 from .moe import Experts
+from .parallel import part
 from .parse import parse_config
 from .quantize import check_quantize, make_room, quantize_into
 from .transformer import Transformer
@@ -32,19 +37,31 @@ class Stored:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What loading took, of this process."""
+
+    num_bytes: int  # read of the tensors
+    seconds: float
+    peak_bytes: int  # of the host's memory, the most that the process has had
+
+
 def load_checkpoint(
     folder: str | Path,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     quantize: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> Transformer:
     """The model in `folder`, straight onto `device` in `dtype`; "auto" is the dtype that the checkpoint has.
-    With `quantize="int8"` the matrices of its linear layers are quantised one by one as they are read.
+    With `quantize="int8"` the matrices of its linear layers are quantised one by one as they are read. With
+    `ranks` it is this rank's part, and no other part is read. `model.loaded` says what it took.
 
     Beside the model itself memory holds one tensor at a time. Raises FileNotFoundError for a file that is
     missing, ValueError for anything in the config or the files that is not understood or does not fit, and
     where `quantize` cannot be.
     """
+    start = time.perf_counter()
     check_quantize(quantize)
     folder = Path(folder)
     generation = folder / "generation_config.json"
@@ -52,18 +69,19 @@ def load_checkpoint(
         _read_json(folder / "config.json"), _read_json(generation) if generation.exists() else {}
     )
     with torch.device("meta"):
-        model = Transformer(config)
+        model, whole = Transformer(config, ranks), Transformer(config)
 
     stored = _find_tensors(folder)
-    shapes = {name: tuple(view.shape) for name, view in checkpoint_views(model)}
-    _check(folder, stored, shapes, config.tie_embeddings)
+    shapes = {name: tuple(view.shape) for name, view in checkpoint_views(whole)}
+    _check(folder, stored, shapes, config.tie_embeddings, ranks)
     wanted = config.stored_dtype if dtype == "auto" else parse_dtype(dtype)
     wanted = wanted or parse_dtype(_STORED_DTYPES[stored["model.embed_tokens.weight"].dtype])
     model.to(wanted)
     if quantize is not None:
         make_room(model)
     model.to_empty(device=torch.device(device))
-    _fill(dict(checkpoint_views(model)), stored)
+    num_bytes = _fill(dict(checkpoint_views(model)), stored, ranks)
+    model.loaded = Loaded(num_bytes, time.perf_counter() - start, peak_bytes())
     return model
 
 
@@ -157,9 +175,10 @@ def _nothing_to_load(folder: Path) -> str:
 
 
 def _check(
-    folder: Path, stored: dict[str, Stored], shapes: Mapping[str, tuple[int, ...]], tied: bool
+    folder: Path, stored: dict[str, Stored], shapes: Mapping[str, tuple[int, ...]], tied: bool, ranks: Ranks
 ) -> None:
-    """Leaves in `stored` exactly the tensors of `shapes`, or raises ValueError."""
+    """Leaves in `stored` exactly the tensors of `shapes`, or raises ValueError. Of a head that is stored
+    though the config ties it a rank looks at its own rows alone."""
     for name in [name for name in stored if name.endswith("rotary_emb.inv_freq")]:
         del stored[name]  # old checkpoints keep it; it follows from the config
     missing = [name for name in shapes if name not in stored]
@@ -178,40 +197,53 @@ def _check(
             )
         if entry.dtype not in _STORED_DTYPES:
             raise ValueError(f"{where} has dtype {entry.dtype}; supported: {', '.join(_STORED_DTYPES)}")
-    if head is not None:
-        embedding = stored["model.embed_tokens.weight"]
-        if not torch.equal(_read("lm_head.weight", head), _read("model.embed_tokens.weight", embedding)):
-            raise ValueError(
-                f"tensor lm_head.weight in {head.file} differs from the embedding, to which the config ties "
-                "it; set tie_word_embeddings to false in config.json to use it"
-            )
+    if head is not None and not _same_rows(head, stored["model.embed_tokens.weight"], ranks):
+        raise ValueError(
+            f"tensor lm_head.weight in {head.file} differs from the embedding, to which the config ties "
+            "it; set tie_word_embeddings to false in config.json to use it"
+        )
 
 
-def _read(name: str, entry: Stored) -> Tensor:
-    from safetensors import safe_open
+def _same_rows(head: Stored, embedding: Stored, ranks: Ranks) -> bool:
+    """Whether they agree in what the rank has of them."""
+    if head.shape != embedding.shape:
+        return False
+    entries = {"lm_head.weight": head, "model.embed_tokens.weight": embedding}
+    own = (head.shape[0] // ranks.size, *head.shape[1:])
+    return torch.equal(*(rows for _, rows in _read(entries, dict.fromkeys(entries, own), ranks)))
 
-    with safe_open(entry.file, framework="pt", device="cpu") as tensors:
-        return tensors.get_tensor(name)
 
-
-@torch.no_grad()
-def _fill(views: dict[str, Tensor], stored: Mapping[str, Stored]) -> None:
+def _read(
+    stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], ranks: Ranks
+) -> Iterator[tuple[str, Tensor]]:
+    """A rank's part, of the shape given, of each tensor, file by file. No more of the files is read."""
     from safetensors import safe_open
 
     by_file: dict[Path, list[str]] = {}
     for name, entry in stored.items():
         by_file.setdefault(entry.file, []).append(name)
+    for file, names in by_file.items():
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            for name in names:
+                yield name, tensors.get_slice(name)[part(stored[name].shape, shapes[name], ranks)]
+
+
+@torch.no_grad()
+def _fill(views: dict[str, Tensor], stored: Mapping[str, Stored], ranks: Ranks) -> int:
+    """Fill a rank's model from its files; the number of bytes read."""
+    shapes = {name: tuple(view.shape) for name, view in views.items()}
+    num_bytes = 0
     with _Progress(sum(entry.num_bytes for entry in stored.values())) as progress:
-        for file, names in by_file.items():
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in names:
-                    scale = views.pop(name.removesuffix("weight") + "scale", None)
-                    if scale is None:
-                        views.pop(name).copy_(tensors.get_tensor(name))
-                    else:
-                        quantize_into(tensors.get_tensor(name), views.pop(name), scale)
-                    progress.update(stored[name].num_bytes)
+        for name, own in _read(stored, shapes, ranks):
+            scale = views.pop(name.removesuffix("weight") + "scale", None)
+            if scale is None:
+                views.pop(name).copy_(own)
+            else:
+                quantize_into(own, views.pop(name), scale)
+            progress.update(stored[name].num_bytes)
+            num_bytes += own.nbytes
     assert not views, f"not filled: {sorted(views)}"
+    return num_bytes
 
 
 class _Progress:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inertiakv.lowering import computed_first
+from inertiakv.ranks import ALONE, Ranks
 
 from .config import ModelConfig
 from .rope import rotate
@@ -115,14 +116,25 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    """Of the vocabulary, of which each rank holds as many rows, in order."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.weight = empty(vocab_size, hidden_size)
+        self.ranks = ranks
+        self.weight = empty(vocab_size // ranks.size, hidden_size)
         self.scale: nn.Parameter | None = None  # of quantised weights (quantize.py)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTE = F.embedding(tokens_BT, self.weight)
-        return x_BTE if self.scale is None else x_BTE * F.embedding(tokens_BT, self.scale)
+        if self.ranks.size == 1:
+            return self._rows(tokens_BT)
+        row_BT, rows = tokens_BT - self.ranks.rank * len(self.weight), len(self.weight)
+        mine_BT1 = ((row_BT >= 0) & (row_BT < rows))[..., None]
+        # One rank's row and zeros: the sum is exact.
+        return self.ranks.sum(torch.where(mine_BT1, self._rows(row_BT.clamp(0, rows - 1)), 0.0))
+
+    def _rows(self, row_BT: Tensor) -> Tensor:
+        x_BTE = F.embedding(row_BT, self.weight)
+        return x_BTE if self.scale is None else x_BTE * F.embedding(row_BT, self.scale)
 
 
 class RMSNorm(nn.Module):

@@ -3,8 +3,12 @@
 Shapes: B batch, T query tokens, E hidden size, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from inertiakv.ranks import ALONE, Ranks
 
 from .config import ModelConfig
 from .layers import (
@@ -20,12 +24,17 @@ from .layers import (
     statistics_dtype,
 )
 from .moe import SparseMLP
+from .parallel import share
 from .rope import Rotary
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    """Of attention and MLP it has the rank's part: both only add to the hidden state, which is whole again
+    with the sum over ranks."""
+
+    def __init__(self, config: ModelConfig, index: int, ranks: Ranks) -> None:
         super().__init__()
+        self.ranks = ranks
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -35,26 +44,32 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x_BTE: Tensor, rotary: Rotation, view: LayerView) -> Tensor:
-        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), rotary, view)
-        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
+        x_BTE = x_BTE + self.ranks.sum(self.self_attn(self.input_layernorm(x_BTE), rotary, view))
+        return x_BTE + self.ranks.sum(self.mlp(self.post_attention_layernorm(x_BTE)))
 
 
 class Transformer(nn.Module):
     """A language model for decoding only. Its modules are named as the tensors of a checkpoint are.
 
     The parameters are not initialised: fill them from a checkpoint (`load_checkpoint`) or yourself.
+
+    With `ranks` it is this rank's part of the model, and so are the sizes in `config`, beside the vocabulary
+    (see parallel.py). Raises ValueError where they do not go into the ranks evenly.
     """
 
     source = "made in memory"
+    loaded: Any = None  # what loading it took, where it was loaded (checkpoint.py)
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        config, ranks = share(config, ranks)
+        self.config, self.ranks = config, ranks
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, ranks)
         self.rotary = Rotary(config.rope, config.head_dim)
-        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index, ranks) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
+        rows = config.vocab_size // ranks.size
+        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, rows)
         self.eval()
 
     @property
@@ -80,4 +95,4 @@ class Transformer(nn.Module):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states: [..., E] -> [..., V] in the model's dtype."""
         table = self.lm_head or self.embed_tokens
-        return linear(hidden, table.weight, scale_O1=table.scale)
+        return self.ranks.gather(linear(hidden, table.weight, scale_O1=table.scale))

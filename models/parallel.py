@@ -1,0 +1,105 @@
+"""One model on several devices: who joins, and what each of them holds.
+
+Attention is split by heads, the MLP and every expert by intermediate size, embedding and vocabulary head by
+rows; norms and routers are whole on each rank. So a rank computes a part of what attention and MLP add to the
+hidden state, and their sum, two reductions a layer, is the same on all. The embedding is split like the head,
+so that tied ones stay one table: each token's row comes from the rank that has it, one reduction more a pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+
+from inertiakv.ranks import ALONE, Ranks
+
+from .config import ModelConfig
+
+PATIENCE = timedelta(minutes=10)
+"""For a rank that lives but does not answer: reading a checkpoint may take one of them longer than others."""
+
+
+@contextmanager
+def joined(device: str | None = None) -> Iterator[tuple[Ranks, torch.device]]:
+    """Join the other processes of `torchrun`, by its environment: this one's rank, and its device, which is a
+    GPU of its own, or the CPU where there is none or `device` says so. Started in another way: alone.
+
+    Raises ValueError for an environment, or a device, that cannot be, and ConnectionError where another one
+    ends before this one does.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    try:
+        index, count, local = (
+            int(os.environ.get(name, default)) for name, default in zip(names, "010", strict=True)
+        )
+    except ValueError as error:
+        raise ValueError(f"{', '.join(names)} must be whole numbers: {error}") from error
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if count == 1:
+        yield ALONE, torch.device(kind)
+        return
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device {kind!r} with {count} ranks: give cpu, or cuda for a GPU each")
+    if kind == "cuda" and local >= torch.cuda.device_count():
+        raise ValueError(f"rank {index} needs a GPU of its own; there are {torch.cuda.device_count()}")
+
+    import torch.distributed as dist
+
+    own = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(own)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
+    mesh = dist.init_device_mesh(kind, (count,), mesh_dim_names=("heads",))
+    try:
+        yield Ranks(index, count, mesh.get_group().group_name), own
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise ConnectionError(f"rank {index} has lost another one of {count}: {error}") from error
+        raise
+    dist.destroy_process_group()  # not after an error, when it would wait for the others
+
+
+def share(config: ModelConfig, ranks: Ranks) -> tuple[ModelConfig, Ranks]:
+    """The sizes of what a rank holds, beside the vocabulary, which all of them choose from. Where there are
+    fewer KV heads than ranks each is held by several, which the ranks that are returned say.
+
+    Raises ValueError for sizes that do not go into the ranks evenly.
+    """
+    count, moe = ranks.size, config.moe
+    if count == 1:
+        return config, ranks
+    sizes = {"attention heads": config.num_heads, "vocabulary": config.vocab_size}
+    if moe is None or not all(moe.sparse):
+        sizes["intermediate size"] = config.intermediate_size
+    if moe is not None:
+        sizes["intermediate size of an expert"] = moe.intermediate_size
+    for name, size in sizes.items():
+        if size % count:
+            raise ValueError(f"{count} ranks: {name} {size} is no multiple of them")
+    heads = config.num_kv_heads
+    if heads % count and count % heads:
+        raise ValueError(f"{count} ranks: {heads} KV heads are neither a multiple nor a divisor of them")
+    local = dataclasses.replace(
+        config,
+        num_heads=config.num_heads // count,
+        num_kv_heads=max(1, heads // count),
+        intermediate_size=max(1, config.intermediate_size // count),
+        moe=moe and dataclasses.replace(moe, intermediate_size=moe.intermediate_size // count),
+    )
+    return local, ranks._replace(kv_copies=max(1, count // heads))
+
+
+def part(whole: tuple[int, ...], own: tuple[int, ...], ranks: Ranks) -> tuple[slice, ...]:
+    """Where a rank's tensor of shape `own` lies in that of the whole model: it is split along the axis on
+    which it is shorter, into as many parts as go into the whole, and neighbours share a part where these are
+    fewer than the ranks."""
+    slices = []
+    for size, length in zip(whole, own, strict=True):
+        start = ranks.rank * (size // length) // ranks.size * length
+        slices.append(slice(start, start + length))
+    return tuple(slices)
