@@ -49,6 +49,8 @@ class Engine:
             check_ties(model)
         self.model, self.record, self.repeat_prefix = model, record, tuple(repeat_prefix)
         self.ranks, self.checks_ranks = ranks_of(model), check_ranks
+        if check_ranks and self.ranks.size == 1:
+            raise ValueError("check_ranks has no effect with a model on a single process")
         backend = choose_backend(attention, model.device, model.dtype, compile)
         self.method = Method(None, backend, tuple(dict.fromkeys(model.config.windows)))
         self.aggregation: Aggregation | None = None

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from inertiakv.ranks import ALONE, Ranks
+
 from .checkpoint import INDEX, SINGLE, load_checkpoint
 from .convert import convert_gguf
 from .quantize import check_quantize
@@ -52,6 +54,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     quantize: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> "tuple[Transformer, PreTrainedTokenizerBase]":
     """A model and its tokenizer. `model.source` says where they came from, and so does a line on stderr.
 
@@ -60,6 +63,7 @@ def load_model(
     dtype: "auto" (the checkpoint's), "bfloat16", "float16", "float32", "float64" or a torch dtype.
     device: None takes CUDA where it is available, else the CPU.
     quantize: "int8" halves the weights of linear layers (needs torchao); all else keeps `dtype`.
+    ranks: the processes that hold the model together, as `models.parallel.joined` gives them.
 
     Raises FileNotFoundError for files that are missing, ValueError for a name, config or checkpoint that is
     not understood, ConnectionError where the hub is needed and does not answer, RuntimeError where the
@@ -68,9 +72,12 @@ def load_model(
     check_quantize(quantize)
     folder, source = find_folder(name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_checkpoint(folder, dtype, device, quantize)
+    model = load_checkpoint(folder, dtype, device, quantize, ranks)
     model.source = source
-    say(f"{name}: from {source}")
+    if ranks.rank == 0:
+        say(f"{name}: from {source}")
+    if ranks.size > 1:
+        _report_ranks(model)
 
     from transformers import AutoTokenizer
 
@@ -122,6 +129,21 @@ def cache_folder() -> Path:
 def say(text: str) -> None:
     """Tells the user what goes on. Standard output belongs to the program that loads the model."""
     print(text, file=sys.stderr, flush=True)
+
+
+def _report_ranks(model: Transformer) -> None:
+    """Tell what loading took, each rank of the processes that have loaded the model together."""
+    ranks, loaded = model.ranks, model.loaded
+    on_gpu = torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else 0
+    own = [loaded.num_bytes, loaded.seconds, loaded.peak_bytes, on_gpu]
+    of_ranks = ranks.gather(torch.tensor(own, dtype=torch.float64, device=model.device)).view(-1, len(own))
+    if ranks.rank > 0:
+        return
+    if ranks.kv_copies > 1:
+        say(f"each KV head is held by {ranks.kv_copies} ranks: there are fewer heads than ranks")
+    for rank, (num_bytes, seconds, host, gpu) in enumerate(of_ranks.tolist()):
+        memory = f"{host / 1e9:.2f} GB" + (f", on the GPU {gpu / 1e9:.2f} GB" if gpu else "")
+        say(f"rank {rank}: {num_bytes / 1e9:.2f} GB read in {seconds:.1f} s, peak memory {memory}")
 
 
 def _cached_repository(repository: str) -> Path | None:

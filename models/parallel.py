@@ -73,17 +73,17 @@ def share(config: ModelConfig, ranks: Ranks) -> tuple[ModelConfig, Ranks]:
     count, moe = ranks.size, config.moe
     if count == 1:
         return config, ranks
-    sizes = {"attention heads": config.num_heads, "vocabulary": config.vocab_size}
+    sizes = {"{} attention heads are": config.num_heads, "a vocabulary of {} is": config.vocab_size}
     if moe is None or not all(moe.sparse):
-        sizes["intermediate size"] = config.intermediate_size
+        sizes["an intermediate size of {} is"] = config.intermediate_size
     if moe is not None:
-        sizes["intermediate size of an expert"] = moe.intermediate_size
+        sizes["experts of size {} are"] = moe.intermediate_size
     for name, size in sizes.items():
         if size % count:
-            raise ValueError(f"{count} ranks: {name} {size} is no multiple of them")
+            raise ValueError(f"{count} ranks: {name.format(size)} no multiple of that")
     heads = config.num_kv_heads
     if heads % count and count % heads:
-        raise ValueError(f"{count} ranks: {heads} KV heads are neither a multiple nor a divisor of them")
+        raise ValueError(f"{count} ranks: {heads} KV heads are neither a multiple nor a divisor of that")
     local = dataclasses.replace(
         config,
         num_heads=config.num_heads // count,

@@ -5,6 +5,7 @@ Examples:
   python scripts/decode.py --prompt-file book.txt --policy lazy4 --compression 0.95
   cat report.txt question.txt | python scripts/decode.py - --budget 512 --compare full
   python scripts/decode.py --prompts-jsonl questions.jsonl --json > answers.json
+  torchrun --nproc-per-node 2 scripts/decode.py --prompt-file book.txt --model meta-llama/Llama-3.1-8B
 
 Answers go to stdout, progress and a closing summary to stderr. The exit code is 0, or 2 where the
 command line or a file is wrong.
@@ -13,6 +14,7 @@ command line or a file is wrong.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -27,9 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's o
 
 from inertiakv import POLICIES, Decoder, EvictionConfig, Sampling, StopStrings, policy
 from inertiakv.learned import check_file
+from inertiakv.ranks import ALONE, Ranks
 from models import load_model
+from models.parallel import joined
 from scripts.cli import options, prompts
-from scripts.cli.console import Answer, LiveAnswer, PrefillBar, say
+from scripts.cli.console import Answer, LiveAnswer, PrefillBar, say, silence
 from scripts.cli.machine import ModelOptions, check_device, loading
 from scripts.cli.report import Run, agreement, summary
 
@@ -109,6 +113,14 @@ class MachineOptions(ModelOptions):
 
 
 @dataclass(frozen=True)
+class OwnMachineOptions(MachineOptions):
+    """What computes, and how."""
+
+    check_ranks: options.Switch = False
+    """For debugging, with torchrun: see at every step that all processes agree."""
+
+
+@dataclass(frozen=True)
 class OutputOptions:
     """What is printed. Answers to several prompts come at the end, under their numbers."""
 
@@ -123,7 +135,7 @@ class Arguments:
     prompt: PromptOptions
     policy: PolicyOptions
     answer: AnswerOptions
-    machine: MachineOptions
+    machine: OwnMachineOptions
     output: OutputOptions
 
 
@@ -134,22 +146,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def decode(args: Arguments) -> None:
+    """Answer the prompts, alone or together with the other processes of torchrun, of which one speaks."""
+    check_device(args.machine.device)
+    with joined(args.machine.device) as (ranks, device), silence(ranks.rank > 0):
+        machine = dataclasses.replace(args.machine, device=str(device))
+        answer_prompts(dataclasses.replace(args, machine=machine), ranks)
+
+
+def answer_prompts(args: Arguments, ranks: Ranks) -> None:
     """Answer the prompts with each policy. What is wrong by itself is found before the model is loaded."""
     policies = choose_policies(args.policy)
     for _, eviction in policies:
         if eviction is not None and eviction.scorer_file is not None:
             check_file(eviction.scorer_file)
     sampling = Sampling(**options.given(args.answer.sampling))
+    if ranks.size > 1 and args.prompt.stdin is not None:
+        raise ValueError(
+            f"{ranks.size} processes cannot all read a prompt from stdin: give --prompt-file FILE"
+        )
     given = read_prompts(args.prompt)
     live = choose_live(args.output, len(given))
-    check_device(args.machine.device)
     if "" in args.answer.stop:
         raise ValueError("--stop needs a text that is not empty")
 
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
         say(f"loading {args.machine.model} ...")
         start = time.perf_counter()
-        model, tokenizer = load(args.machine)
+        model, tokenizer = load(args.machine, ranks)
         seconds = time.perf_counter() - start
         rows = [prompts.encode(tokenizer, p, raw=args.prompt.raw, system=args.prompt.system) for p in given]
     max_new_tokens = choose_length(
@@ -163,6 +186,7 @@ def decode(args: Arguments) -> None:
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantize": args.machine.quantize,
         "device": str(model.device),
+        "ranks": ranks.size,
     }
 
     runs = []
@@ -176,6 +200,7 @@ def decode(args: Arguments) -> None:
             compile=args.machine.compile,
             attention=args.machine.attention,
             on_compile=lambda what: say(f"compiling the {what} ..."),
+            check_ranks=args.machine.check_ranks,
         )
         watcher = LiveAnswer(answer) if live else stop
         with contextlib.closing(PrefillBar(sum(map(len, rows)))) as bar:
@@ -244,10 +269,12 @@ def choose_live(args: OutputOptions, count: int) -> bool:
     return count == 1 and not args.json and args.stream is not False
 
 
-def load(args: MachineOptions) -> tuple[Any, Any]:
+def load(args: MachineOptions, ranks: Ranks = ALONE) -> tuple[Any, Any]:
     """Model and tokenizer. Raises ValueError for what keeps it from being loaded."""
     with loading():
-        return load_model(args.model, dtype=args.dtype, device=args.device, quantize=args.quantize)
+        return load_model(
+            args.model, dtype=args.dtype, device=args.device, quantize=args.quantize, ranks=ranks
+        )
 
 
 def choose_length(asked: int | None, prompt_tokens: int, max_positions: int) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from compile_tests.models.reference import tiny_checkpoint
 from compile_tests.tiny import set_states
@@ -27,50 +26,50 @@ class Case:
     family: str
     rule: EvictionConfig | None
     kv_heads: int = 4
-    tied: bool = False
-    sampling: Sampling = field(default_factory=Sampling)
-    dtype: str = "float64"
+    sampling: Sampling = Sampling()  # noqa: RUF009 (immutable)
     compile: bool = False
 
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.compile else "float64"
+
     def folder(self, root: Path) -> Path:
-        return root / f"{self.family}-{self.kv_heads}-{self.tied}"
+        return root / f"{self.family}-{self.kv_heads}"
 
     def make(self, root: Path) -> None:
-        """The checkpoint, where it is not there yet."""
+        """The checkpoint, where it is not there yet; of Qwen2 with tied embeddings."""
         if not self.folder(root).exists():
-            sizes: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": None}
-            sizes |= {"tie_word_embeddings": self.tied, "heads": 8, "kv_heads": self.kv_heads}
-            tiny_checkpoint(self.folder(root), self.family, **sizes)
+            sizes: dict[str, Any] = {"vocab_size": VOCAB, "heads": 8, "kv_heads": self.kv_heads}
+            tied = self.family == "qwen2"
+            tiny_checkpoint(self.folder(root), self.family, tie_word_embeddings=tied, **sizes)
 
 
-SAMPLED = Sampling(temperature=1.0, top_p=0.9, seed=3)
+_POOLED = policy("inertiakv", budget=14, window=5, pool=3, pool_at="always", rescue=3)
+_EXPECTED = policy("adakv_ea", budget=12, window=8, scope="shared", allocation="uniform")
 CASES = {
     "full": Case("llama", None),
     "inertiakv": Case("llama", policy("inertiakv", budget=12)),
-    "mistral": Case("mistral", policy("lazy4", budget=12, sinks=2)),
-    "qwen2": Case("qwen2", policy("inertiakv", budget=12, scorer="value_norm"), tied=True),
-    "qwen3": Case("qwen3", policy("inertiakv", budget=9, recent=3), kv_heads=2),
-    "qwen3_moe": Case("qwen3_moe", policy("lazy2", budget=12)),
-    "copied KV heads": Case("llama", policy("inertiakv", budget=12, scorer="value_norm"), kv_heads=2),
-    "copied and key norms": Case("llama", policy("knorm", budget=12, scope="shared"), kv_heads=2),
-    "above the mean": Case("llama", policy("scissorhands", budget=12, scope="shared", recent=2)),
-    "some layers": Case("llama", policy("inertiakv", budget=12, layers=(0, 1), new_token="mean")),
-    "pooled and rescued": Case(
-        "qwen2", policy("inertiakv", budget=14, window=5, pool=3, pool_at="always", rescue=3), tied=True
+    "lazy, mistral": Case("mistral", policy("lazy4", budget=12, sinks=2)),
+    "value norms, qwen2": Case("qwen2", policy("inertiakv", budget=12, scorer="value_norm")),
+    "recent, qwen3, copied KV heads": Case("qwen3", policy("inertiakv", budget=9, recent=3), kv_heads=2),
+    "lazy, qwen3_moe": Case("qwen3_moe", policy("lazy2", budget=12)),
+    "value norms, copied KV heads": Case(
+        "llama", policy("inertiakv", budget=12, scorer="value_norm"), kv_heads=2
     ),
+    "key norms, copied KV heads": Case("llama", policy("knorm", budget=12, scope="shared"), kv_heads=2),
+    "above the mean": Case("llama", policy("scissorhands", budget=12, scope="shared", recent=2)),
+    "two layers": Case("llama", policy("inertiakv", budget=12, layers=(0, 1), new_token="mean")),
+    "pooled and rescued": Case("qwen2", _POOLED),
     "random": Case("llama", policy("random", budget=12)),
-    "a set a layer": Case("qwen2", policy("tova", budget=12), tied=True),
+    "a set a layer": Case("qwen2", policy("tova", budget=12)),
     "a set a head": Case("llama", policy("h2o", budget=12)),
     "prompts": Case("llama", policy("snapkv", budget=12, window=4, recent=4)),
-    "expected attention": Case(
-        "llama",
-        policy("adakv_ea", budget=12, window=8, scope="shared", allocation="uniform"),
+    "expected attention": Case("llama", _EXPECTED),
+    "sampled": Case(
+        "qwen2", policy("inertiakv", budget=12), sampling=Sampling(temperature=1.0, top_p=0.9, seed=3)
     ),
-    "sampled": Case("qwen2", policy("inertiakv", budget=12), tied=True, sampling=SAMPLED),
 }
-COMPILED = {
-    "compiled": Case("qwen2", policy("lazy2", budget=12), tied=True, dtype="float32", compile=True),
-}
+COMPILED = {"compiled": Case("qwen2", policy("lazy2", budget=12), compile=True)}
 
 
 def prompts() -> list[list[int]]:
@@ -81,21 +80,22 @@ def prompts() -> list[list[int]]:
 def run(case: Case, root: Path, ranks: Ranks) -> dict[str, Any]:
     """What a process comes out with."""
     model = load_checkpoint(case.folder(root), case.dtype, ranks=ranks)
-    decoder = Decoder(model, case.rule, compile=case.compile, attention="dense", check_ranks=True)
+    together = ranks.size > 1
+    decoder = Decoder(model, case.rule, compile=case.compile, attention="dense", check_ranks=together)
     decoder.prefill(prompts(), max_new_tokens=NEW_TOKENS)
-    first = decoder._current().logits_BV
-    logits_BV: Tensor = torch.empty(0) if first is None else first.clone()
+    logits_BV = decoder._current().logits_BV
+    assert logits_BV is not None
+    logits_BV = logits_BV.clone()
     out = decoder.decode(NEW_TOKENS, sampling=case.sampling, eos_token_ids=())
     assert decoder.cache is not None
     sets = [set_states(decoder.cache, row) for row in range(len(LENGTHS))]
-    assert model.loaded is not None
+    graphs = out.stats.graphs
     return {
         "logits": logits_BV,
         "tokens": out.tokens,
         "kept": [[state.kept for state in of_row] for of_row in sets],
         "utilities": [[state.utility_N for state in of_row] for of_row in sets],
         "num_bytes": model.loaded.num_bytes,
-        "refreshes": out.stats.refreshes,
         "cache_bytes": out.stats.cache_bytes,
-        "graphs": (out.stats.graphs.compiled, out.stats.graphs.breaks, out.stats.graphs.recompiles),
+        "graphs": (graphs.compiled, graphs.breaks, graphs.recompiles),
     }

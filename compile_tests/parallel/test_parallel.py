@@ -1,4 +1,7 @@
-"""A model on 2 and on 4 processes is the model on one: logits, tokens, kept sets, utilities."""
+"""A model on 2 and on 4 processes is the model on one: logits, tokens, kept sets, utilities.
+
+The processes are started once, and each runs all cases.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,32 @@ from typing import Any
 import pytest
 import torch
 
-from compile_tests.parallel.cases import CASES, COMPILED, Case, run
+from compile_tests.parallel.cases import CASES, COMPILED, LENGTHS, Case, run
 from compile_tests.parallel.worker import GONE
 from inertiakv.ranks import ALONE
+from models.checkpoint import SINGLE, read_header
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (2, 4)
-ALL = CASES | COMPILED
-Found = dict[str, dict[str, Any]]
+PATIENCE = 300
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints, in which all processes have left what they found."""
+    root = tmp_path_factory.mktemp("parallel")
+    for case in CASES.values():
+        case.make(root)
+    for size in SIZES:
+        processes = start(root, size)
+        try:
+            codes = [process.wait(PATIENCE) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert codes == [GONE if rank == 1 else 0 for rank in range(size)]
+    return root
 
 
 def start(root: Path, size: int) -> list[subprocess.Popen[bytes]]:
@@ -29,67 +50,88 @@ def start(root: Path, size: int) -> list[subprocess.Popen[bytes]]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "compile_tests.parallel.worker", str(root)]
     command += ["compiled"] if size == 2 else []
-    here = os.environ | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    here |= {"OMP_NUM_THREADS": "1"}
-    ranks = [here | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    return [subprocess.Popen(command, cwd=ROOT, env=environment) for environment in ranks]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which all processes have left what they found."""
-    root = tmp_path_factory.mktemp("parallel")
-    for case in ALL.values():
-        case.make(root)
-    for size in SIZES:
-        processes = start(root, size)
-        try:
-            codes = [process.wait(timeout=240) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert codes == [GONE if rank == 1 else 0 for rank in range(size)]
-    return root
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"} for rank in range(size)]
+    return [subprocess.Popen(command, cwd=ROOT, env=os.environ | shared | of_rank) for of_rank in own]
 
 
 @pytest.fixture(scope="module")
 def found(root: Path) -> dict[int, list[Found]]:
+    """For each number of ranks, what each of them found."""
     return {size: [torch.load(root / f"{size}-{rank}.pt") for rank in range(size)] for size in SIZES}
 
 
 @pytest.fixture(scope="module")
 def alone(root: Path) -> Found:
-    return {name: run(case, root, ALONE) for name, case in CASES.items()}
+    """What one process finds. What is compiled by several it runs as it is."""
+    return {name: run(case, root, ALONE) for name, case in (CASES | EAGER).items()}
 
 
-def test_all_families_are_there() -> None:
-    assert len({case.family for case in CASES.values()}) == 5
-
-
-def possible(case: Case, size: int) -> bool:
-    return True
+EAGER = {name: Case(case.family, case.rule, case.kv_heads) for name, case in COMPILED.items()}
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
-def test_equal(name: str, size: int, root: Path, found: dict[int, list[Found]], alone: Found) -> None:
-    expected = alone[name]
+def test_ranks_equal_one_process(name: str, size: int, found: dict[int, list[Found]], alone: Found) -> None:
+    case, expected = CASES[name], alone[name]
     for rank, of_rank in enumerate(found[size]):
         actual = of_rank[name]
         torch.testing.assert_close(actual["logits"], expected["logits"])
         assert torch.equal(actual["logits"], found[size][0][name]["logits"])
         assert actual["tokens"] == expected["tokens"]
-        assert actual["refreshes"] == expected["refreshes"]
-        for kept, all_kept in zip(actual["kept"], expected["kept"], strict=True):
-            assert kept == own_sets(all_kept, name, size, rank)
-        for utilities, all_utilities in zip(actual["utilities"], expected["utilities"], strict=True):
-            torch.testing.assert_close(utilities, own_sets(all_utilities, name, size, rank))
+        for row in range(len(LENGTHS)):
+            own = own_sets(case, len(expected["kept"][row]), size, rank)
+            assert actual["kept"][row] == [expected["kept"][row][i] for i in own]
+            utilities = [expected["utilities"][row][i] for i in own]
+            torch.testing.assert_close(actual["utilities"][row], utilities)
+        assert actual["cache_bytes"] * min(size, case.kv_heads) == expected["cache_bytes"]
 
 
-def own_sets(sets: list[Any], name: str, size: int, rank: int) -> list[Any]:
-    """Those of a rank among the sets of a row: all of them, or where heads have sets those of its own."""
-    case = CASES[name]
+def own_sets(case: Case, number: int, size: int, rank: int) -> list[int]:
+    """A rank's among the retention sets of a row: all of them, or where heads have sets those of its own."""
     if case.rule is None or case.rule.scope != "head":
-        return sets
-    own = case.kv_heads // size
-    return [x for i, x in enumerate(sets) if i % case.kv_heads // own == rank]
+        return list(range(number))
+    return [i for i in range(number) if i % case.kv_heads * size // case.kv_heads == rank]
+
+
+def test_cases_are_of_all_families_and_evict() -> None:
+    assert len({case.family for case in CASES.values()}) == 5
+    assert all(case.rule is None or (case.rule.budget or 0) < min(LENGTHS) for case in CASES.values())
+
+
+def test_compiled(found: dict[int, list[Found]], alone: Found) -> None:
+    for of_rank in found[2]:
+        actual, expected = of_rank["compiled"], alone["compiled"]
+        assert actual["tokens"] == expected["tokens"]
+        assert actual["kept"] == expected["kept"]
+        assert actual["graphs"] == (2, 0, 0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_of_a_rank(name: str, size: int, root: Path, found: dict[int, list[Found]]) -> None:
+    """Norms and routers are whole, KV heads as many as a rank has, of all else it has its part."""
+    case, expected = CASES[name], 0
+    for tensor, stored in read_header(case.folder(root) / SINGLE).items():
+        if "norm" in tensor or "mlp.gate." in tensor:
+            parts = 1
+        elif "k_proj" in tensor or "v_proj" in tensor:
+            parts = min(size, case.kv_heads)
+        else:
+            parts = size
+        expected += stored.num_bytes // parts
+    assert {of_rank[name]["num_bytes"] for of_rank in found[size]} == {expected}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_disagreement_is_seen_by_all(size: int, found: dict[int, list[Found]]) -> None:
+    message = f"ranks disagree: tokens of rank {size - 1} differ from those of rank 0"
+    assert [of_rank["disagreement"] for of_rank in found[size]] == [message] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_that_dies_ends_the_others(size: int, root: Path) -> None:
+    for rank in set(range(size)) - {1}:
+        seconds, message = torch.load(root / f"{size}-{rank}-lost.pt")
+        assert message.startswith(f"rank {rank} has lost another one of {size}")
+        assert seconds < PATIENCE / 10

@@ -1,6 +1,6 @@
-"""One process of several: runs all cases and writes down what it comes out with.
+"""One process of several: runs all cases and writes down what it comes out with. Then rank 1 dies.
 
-    python -m compile_tests.parallel.worker FOLDER [compiled]
+python -m compile_tests.parallel.worker FOLDER [compiled]
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from compile_tests.parallel.cases import CASES, COMPILED, run
+from inertiakv.ranks import Ranks, check_agreement
 from models.parallel import joined
 
 GONE = 7
@@ -20,20 +22,30 @@ GONE = 7
 
 
 def main() -> None:
-    root, compiled = Path(sys.argv[1]), "compiled" in sys.argv[2:]
     torch.set_num_threads(1)
+    root, start = Path(sys.argv[1]), 0.0
+    cases = CASES | COMPILED if "compiled" in sys.argv[2:] else CASES
     try:
         with joined("cpu") as (ranks, _):
-            cases = CASES | COMPILED if compiled else CASES
-            found = {name: run(case, root, ranks) for name, case in cases.items()}
+            found: dict[str, Any] = {name: run(case, root, ranks) for name, case in cases.items()}
+            found["disagreement"] = disagreement(ranks)
             torch.save(found, root / f"{ranks.size}-{ranks.rank}.pt")
-            ranks.sum(torch.ones(1))  # all have written
+            ranks.sum(torch.ones(1))  # all have written theirs
             if ranks.rank == 1:
                 os._exit(GONE)
             start = time.monotonic()
             run(CASES["inertiakv"], root, ranks)
     except ConnectionError as error:
-        (root / f"{ranks.size}-{ranks.rank}.error").write_text(f"{time.monotonic() - start}\n{error}")
+        torch.save((time.monotonic() - start, str(error)), root / f"{ranks.size}-{ranks.rank}-lost.pt")
+
+
+def disagreement(ranks: Ranks) -> str:
+    """What is said where the last rank has chosen another token."""
+    try:
+        check_agreement(ranks, torch.tensor([5, int(ranks.rank == ranks.size - 1)]), ())
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
 if __name__ == "__main__":

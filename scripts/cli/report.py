@@ -18,7 +18,7 @@ FEW_TOKENS = 64
 class Run:
     """One policy's answers."""
 
-    model: dict[str, str]
+    model: dict[str, Any]
     policy: str
     eviction: EvictionConfig | None
     generation: Generation
@@ -28,6 +28,11 @@ class Run:
     @property
     def remarks(self) -> list[str]:
         """What a user should know who expects that something was evicted, or more kept."""
+        ranks = self.model["ranks"]
+        shared = [f"each of {ranks} ranks has as much cache"] if ranks > 1 else []
+        return shared + self._remarks_on_budgets()
+
+    def _remarks_on_budgets(self) -> list[str]:
         stats = self.generation.stats
         budgets = [budget for budget in stats.budgets if budget is not None]
         if not budgets:
