@@ -122,7 +122,7 @@ def recorded_commands(folder: Path) -> list[tuple[str, list[str], str]]:
     shell is a real one, the programs write down what they are asked."""
     programs, log = folder / "bin", folder / "log"
     programs.mkdir()
-    for name in ("python", "pip", "make"):
+    for name in ("python", "pip", "make", "torchrun"):
         shim = programs / name
         shim.write_text(
             f"#!{sys.executable}\n"
@@ -155,6 +155,9 @@ def test_commands(
         elif program == "pip":
             assert argv[0] == "install"
             assert set(re.findall(r"\w+", "".join(re.findall(r"\[(.*)\]", argv[-1])))) <= set(extras)
+        elif program == "torchrun":
+            assert argv[2] == "scripts/decode.py"
+            options.parse(decode.Arguments, argv[3:], prog="", description="")
         elif argv[0] == "scripts/decode.py":
             monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
             assert decode.main(argv[1:]) == 0, capsys.readouterr().err
@@ -164,7 +167,7 @@ def test_commands(
             check(options.parse(arguments, argv[1:], prog="", description=""))
         else:
             assert (ROOT / argv[0]).is_file()
-    assert seen == {"make", "pip", "python"}
+    assert seen == {"make", "pip", "python", "torchrun"}
 
 
 def test_links() -> None:

@@ -53,7 +53,9 @@ def joined(device: str | None = None) -> Iterator[tuple[Ranks, torch.device]]:
     own = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(own)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
+        dist.init_process_group("nccl", timeout=PATIENCE, device_id=own)
+    else:
+        dist.init_process_group("gloo", timeout=PATIENCE)
     mesh = dist.init_device_mesh(kind, (count,), mesh_dim_names=("heads",))
     try:
         yield Ranks(index, count, mesh.get_group().group_name), own

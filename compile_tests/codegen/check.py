@@ -40,6 +40,7 @@ from inertiakv import EvictionConfig, Sampling
 from inertiakv.aggregation import Aggregation
 from inertiakv.cache import CacheShape, SlotCache
 from inertiakv.graphs import Graphs
+from inertiakv.ranks import ALONE, Ranks
 from inertiakv.rows import Rows
 from inertiakv.steps import Method, decode_step
 from models import Transformer, parse_config
@@ -89,6 +90,7 @@ class Step:
         *,
         backend: str,
         window: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> Step:
         """Weights without values, and an empty cache. With `window` the second layer slides."""
         raw = {
@@ -110,7 +112,8 @@ class Step:
         config = parse_config(raw)
         torch.set_default_dtype(dtype)  # fake parameters can't be cast or moved
         with device:
-            model = Transformer(config)
+            model = Transformer(config, ranks)
+        config = model.config
         torch.set_default_dtype(torch.float32)
         model.rotary.to(device)
         shape = CacheShape(config.num_layers, batch, config.num_kv_heads, slots, config.head_dim)
@@ -184,12 +187,25 @@ def written() -> Iterator[list[str]]:
         yield sources
 
 
+def first_of(size: int) -> Ranks:
+    """The first rank of a group whose other processes are not there."""
+    if size == 1:
+        return ALONE
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    return Ranks(0, size, dist.distributed_c10d._get_default_group().group_name)
+
+
 def lower(options: argparse.Namespace) -> dict[str, Any]:
+    ranks = first_of(options.ranks)
     graphs = Graphs(enabled=True, device=CUDA)
     sizes = {**LLAMA_8B, "num_hidden_layers": options.layers}
     sizes |= {"num_attention_heads": options.heads, "num_key_value_heads": options.kv_heads}
     with FakeTensorMode(), torch.no_grad(), fresh_cache(), recorded() as partitions, written() as sources:
-        step = Step.make(sizes, options.batch, SLOTS_8B, torch.bfloat16, CUDA, backend=options.backend)
+        how = {"backend": options.backend, "ranks": ranks}
+        step = Step.make(sizes, options.batch, SLOTS_8B, torch.bfloat16, CUDA, **how)
         with (
             _planted_copy() if options.plant else nullcontext(),
             nullcontext() if options.kernels else patch.object(CachingAutotuner, "precompile"),
@@ -198,7 +214,8 @@ def lower(options: argparse.Namespace) -> dict[str, Any]:
             step.run(graphs, refresh=options.refresh, greedy=not options.sample)
     assert len(sources) == 1, f"{len(sources)} modules"
     code = Generated(sources[0])
-    shape = (options.batch, options.kv_heads, SLOTS_8B, LLAMA_8B["head_dim"])
+    kv_heads = step.cache.shape.kv_heads
+    shape = (options.batch, kv_heads, SLOTS_8B, LLAMA_8B["head_dim"])
     return {
         "graphs": graphs.stats.compiled,
         "breaks": graphs.stats.breaks,
@@ -223,6 +240,7 @@ def _function(code: Generated, function: Function, cache_shape: tuple[int, ...])
             for launch in function.launches
         ],
         "library_calls": function.library_calls,
+        "collectives": function.collectives,
         "host_lines": function.host_lines,
     }
 
@@ -381,6 +399,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=LLAMA_8B["num_attention_heads"])
     parser.add_argument("--kv-heads", type=int, default=LLAMA_8B["num_key_value_heads"])
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--window", type=int)
     parser.add_argument("--steps", type=int, default=1)
     options = parser.parse_args()

@@ -32,6 +32,11 @@ class Function:
         return re.findall(r"extern_kernels\.(\w+)\(", self.body)
 
     @property
+    def collectives(self) -> list[str]:
+        """What it exchanges with other ranks, in order."""
+        return re.findall(r"_c10d_functional\.(all_\w+?)_?\.default\(", self.body)
+
+    @property
     def buffers(self) -> list[tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of what it allocates."""
         found = re.findall(r"empty_strided_cuda\((\(.*?\)), \(.*?\), torch\.(\w+)\)", self.body)

@@ -150,6 +150,18 @@ def test_kernels_compile_for_sm_90_without_spills(argv: tuple[str, ...]) -> None
 
 
 @pytest.mark.slow
+def test_ranks_exchange_within_the_recorded_graph() -> None:
+    """Two sums a layer; embedding, utilities and logits once each."""
+    result = check("lower", "--backend", "flex", "--refresh", "--ranks", "2")
+    assert (result["graphs"], result["breaks"], result["skips"]) == (1, 0, 0)
+    [recorded], [step], [region] = result["recorded"], result["partitions"], result["regions"]
+    assert (recorded["reason"], recorded["moving"]) == (None, 0)
+    assert region["collectives"] == ["all_reduce"] * 2
+    assert sorted(step["collectives"]) == ["all_gather_into_tensor", "all_reduce", "all_reduce"]
+    assert not step["host_lines"] + region["host_lines"]
+
+
+@pytest.mark.slow
 def test_a_copy_to_the_host_would_show() -> None:
     result = check("lower", "--backend", "dense", "--plant", "--layers", "1")
     lines = [line for function in result["partitions"] for line in function["host_lines"]]

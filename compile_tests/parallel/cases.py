@@ -11,6 +11,7 @@ import torch
 from compile_tests.models.reference import tiny_checkpoint
 from compile_tests.tiny import set_states
 from inertiakv import Decoder, EvictionConfig, Sampling, policy
+from inertiakv.experimental import RankTrigger
 from inertiakv.ranks import Ranks
 from models import load_checkpoint
 
@@ -60,6 +61,7 @@ CASES = {
     "above the mean": Case("llama", policy("scissorhands", budget=12, scope="shared", recent=2)),
     "two layers": Case("llama", policy("inertiakv", budget=12, layers=(0, 1), new_token="mean")),
     "pooled and rescued": Case("qwen2", _POOLED),
+    "where ranks disagree": Case("mistral", RankTrigger(budget=12, threshold=0.3)),
     "random": Case("llama", policy("random", budget=12)),
     "a set a layer": Case("qwen2", policy("tova", budget=12)),
     "a set a head": Case("llama", policy("h2o", budget=12)),
