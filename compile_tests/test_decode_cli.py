@@ -92,6 +92,7 @@ def test_json(cli: Cli, folder: Path) -> None:
         "dtype": "float32",
         "quantize": None,
         "device": "cpu",
+        "ranks": 1,
     }
     assert report["policy"] == "lazy4"
     assert report["config"] == dataclasses.asdict(EvictionConfig(refresh=4))

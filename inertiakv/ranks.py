@@ -93,9 +93,10 @@ def check_agreement(ranks: Ranks, token_B: Tensor, tables: Sequence[Table]) -> N
     compared = {"tokens": token_B}
     for index, table in enumerate(tables):
         compared |= {f"kept set {index}": table.position_BXN, f"utilities {index}": table.utility_BXN}
-    for name, tensor in compared.items():
-        of_ranks = ranks.gather(tensor.flatten()).unflatten(0, (ranks.size, -1))
-        differ = (of_ranks != of_ranks[0]).any(-1)
-        if bool(differ.any()):
-            others = ", ".join(map(str, differ.nonzero()[:, 0].tolist()))
-            raise RuntimeError(f"ranks disagree: {name} of rank {others} differ from those of rank 0")
+    mine = torch.cat([tensor.flatten().double() for tensor in compared.values()])
+    of_ranks = ranks.gather(mine).unflatten(0, (ranks.size, -1))
+    differ = (of_ranks != of_ranks[0]).split([tensor.numel() for tensor in compared.values()], dim=1)
+    for name, differ_there in zip(compared, differ, strict=True):
+        if others := differ_there.any(-1).nonzero()[:, 0].tolist():
+            named = ", ".join(map(str, others))
+            raise RuntimeError(f"ranks disagree: {name} of rank {named} differ from those of rank 0")

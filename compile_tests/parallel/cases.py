@@ -17,7 +17,7 @@ from models import load_checkpoint
 
 VOCAB = 96
 LENGTHS = (40, 23, 31)
-NEW_TOKENS = 12
+NEW_TOKENS = 10
 
 
 @dataclass(frozen=True)
