@@ -28,11 +28,8 @@ class Case:
     rule: EvictionConfig | None
     kv_heads: int = 4
     sampling: Sampling = Sampling()  # noqa: RUF009 (immutable)
+    dtype: str = "float64"
     compile: bool = False
-
-    @property
-    def dtype(self) -> str:
-        return "float32" if self.compile else "float64"
 
     def folder(self, root: Path) -> Path:
         return root / f"{self.family}-{self.kv_heads}"
@@ -46,32 +43,35 @@ class Case:
 
 
 _POOLED = policy("inertiakv", budget=14, window=5, pool=3, pool_at="always", rescue=3)
+_SAMPLED = Sampling(temperature=1.0, top_p=0.9, seed=3)
 _EXPECTED = policy("adakv_ea", budget=12, window=8, scope="shared", allocation="uniform")
-CASES = {
-    "full": Case("llama", None),
-    "inertiakv": Case("llama", policy("inertiakv", budget=12)),
-    "lazy, mistral": Case("mistral", policy("lazy4", budget=12, sinks=2)),
-    "value norms, qwen2": Case("qwen2", policy("inertiakv", budget=12, scorer="value_norm")),
-    "recent, qwen3, copied KV heads": Case("qwen3", policy("inertiakv", budget=9, recent=3), kv_heads=2),
-    "lazy, qwen3_moe": Case("qwen3_moe", policy("lazy2", budget=12)),
-    "value norms, copied KV heads": Case(
+FAMILIES = {
+    "llama, full cache": Case("llama", None),
+    "llama, KV heads held twice": Case(
         "llama", policy("inertiakv", budget=12, scorer="value_norm"), kv_heads=2
     ),
-    "key norms, copied KV heads": Case("llama", policy("knorm", budget=12, scope="shared"), kv_heads=2),
+    "mistral": Case("mistral", policy("lazy4", budget=12, sinks=2)),
+    "qwen2": Case("qwen2", policy("inertiakv", budget=12, scorer="value_norm")),
+    "qwen3, KV heads held twice": Case("qwen3", policy("inertiakv", budget=9, recent=3), kv_heads=2),
+    "qwen3_moe": Case("qwen3_moe", policy("lazy2", budget=12)),
+    "a set a head": Case("llama", policy("h2o", budget=12)),
+}
+RULES = {
+    "the paper's": Case("llama", policy("inertiakv", budget=12)),
+    "key norms": Case("llama", policy("knorm", budget=12, scope="shared")),
     "above the mean": Case("llama", policy("scissorhands", budget=12, scope="shared", recent=2)),
     "two layers": Case("llama", policy("inertiakv", budget=12, layers=(0, 1), new_token="mean")),
     "pooled and rescued": Case("qwen2", _POOLED),
-    "where ranks disagree": Case("mistral", RankTrigger(budget=12, threshold=0.3)),
-    "random": Case("llama", policy("random", budget=12)),
+    "where rankings differ": Case("mistral", RankTrigger(budget=12, threshold=0.3)),
+    "chance": Case("llama", policy("random", budget=12)),
     "a set a layer": Case("qwen2", policy("tova", budget=12)),
-    "a set a head": Case("llama", policy("h2o", budget=12)),
     "prompts": Case("llama", policy("snapkv", budget=12, window=4, recent=4)),
     "expected attention": Case("llama", _EXPECTED),
-    "sampled": Case(
-        "qwen2", policy("inertiakv", budget=12), sampling=Sampling(temperature=1.0, top_p=0.9, seed=3)
-    ),
+    "sampled": Case("qwen2", policy("inertiakv", budget=12), sampling=_SAMPLED),
 }
-COMPILED = {"compiled": Case("qwen2", policy("lazy2", budget=12), compile=True)}
+COMPILED = {"compiled": Case("qwen2", policy("lazy2", budget=12), dtype="float32", compile=True)}
+BY_SIZE = {2: FAMILIES | RULES | COMPILED, 4: FAMILIES}
+"""What so many ranks run."""
 
 
 def prompts() -> list[list[int]]:

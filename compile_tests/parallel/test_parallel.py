@@ -9,19 +9,22 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from compile_tests.parallel.cases import CASES, COMPILED, LENGTHS, Case, run
+from compile_tests.parallel.cases import BY_SIZE, COMPILED, FAMILIES, LENGTHS, RULES, Case, run
 from compile_tests.parallel.worker import GONE
 from inertiakv.ranks import ALONE
 from models.checkpoint import SINGLE, read_header
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (2, 4)
+EAGER = FAMILIES | RULES
+RUN = [(name, size) for size in SIZES for name in BY_SIZE[size] if name in EAGER]
 PATIENCE = 300
 Found = dict[str, Any]
 
@@ -30,7 +33,7 @@ Found = dict[str, Any]
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints, in which all processes have left what they found."""
     root = tmp_path_factory.mktemp("parallel")
-    for case in CASES.values():
+    for case in EAGER.values():
         case.make(root)
     for size in SIZES:
         processes = start(root, size)
@@ -49,7 +52,6 @@ def start(root: Path, size: int) -> list[subprocess.Popen[bytes]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "compile_tests.parallel.worker", str(root)]
-    command += ["compiled"] if size == 2 else []
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"} for rank in range(size)]
     return [subprocess.Popen(command, cwd=ROOT, env=os.environ | shared | of_rank) for of_rank in own]
@@ -64,16 +66,13 @@ def found(root: Path) -> dict[int, list[Found]]:
 @pytest.fixture(scope="module")
 def alone(root: Path) -> Found:
     """What one process finds. What is compiled by several it runs as it is."""
-    return {name: run(case, root, ALONE) for name, case in (CASES | EAGER).items()}
+    as_they_are = {name: replace(case, compile=False) for name, case in COMPILED.items()}
+    return {name: run(case, root, ALONE) for name, case in (EAGER | as_they_are).items()}
 
 
-EAGER = {name: Case(case.family, case.rule, case.kv_heads) for name, case in COMPILED.items()}
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name,size", RUN)
 def test_ranks_equal_one_process(name: str, size: int, found: dict[int, list[Found]], alone: Found) -> None:
-    case, expected = CASES[name], alone[name]
+    case, expected = EAGER[name], alone[name]
     for rank, of_rank in enumerate(found[size]):
         actual = of_rank[name]
         torch.testing.assert_close(actual["logits"], expected["logits"])
@@ -95,8 +94,8 @@ def own_sets(case: Case, number: int, size: int, rank: int) -> list[int]:
 
 
 def test_cases_are_of_all_families_and_evict() -> None:
-    assert len({case.family for case in CASES.values()}) == 5
-    assert all(case.rule is None or (case.rule.budget or 0) < min(LENGTHS) for case in CASES.values())
+    assert len({case.family for case in EAGER.values()}) == 5
+    assert all(case.rule is None or (case.rule.budget or 0) < min(LENGTHS) for case in EAGER.values())
 
 
 def test_compiled(found: dict[int, list[Found]], alone: Found) -> None:
@@ -107,11 +106,10 @@ def test_compiled(found: dict[int, list[Found]], alone: Found) -> None:
         assert actual["graphs"] == (2, 0, 0)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name,size", RUN)
 def test_bytes_of_a_rank(name: str, size: int, root: Path, found: dict[int, list[Found]]) -> None:
     """Norms and routers are whole, KV heads as many as a rank has, of all else it has its part."""
-    case, expected = CASES[name], 0
+    case, expected = EAGER[name], 0
     for tensor, stored in read_header(case.folder(root) / SINGLE).items():
         if "norm" in tensor or "mlp.gate." in tensor:
             parts = 1

@@ -115,7 +115,7 @@ def test_other_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="check_ranks has no effect"):
         Decoder(Transformer(config), check_ranks=True)
     monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(ValueError, match="WORLD_SIZE.* must be whole numbers"), joined():
+    with pytest.raises(ValueError, match=r"WORLD_SIZE.* must be whole numbers"), joined():
         pass
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="'cuda:1' with 2 ranks"), joined("cuda:1"):

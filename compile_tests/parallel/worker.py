@@ -1,6 +1,6 @@
 """One process of several: runs all cases and writes down what it comes out with. Then rank 1 dies.
 
-python -m compile_tests.parallel.worker FOLDER [compiled]
+python -m compile_tests.parallel.worker FOLDER
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compile_tests.parallel.cases import CASES, COMPILED, run
+from compile_tests.parallel.cases import BY_SIZE, RULES, run
 from inertiakv.ranks import Ranks, check_agreement
 from models.parallel import joined
 
@@ -24,17 +24,18 @@ GONE = 7
 def main() -> None:
     torch.set_num_threads(1)
     root, start = Path(sys.argv[1]), 0.0
-    cases = CASES | COMPILED if "compiled" in sys.argv[2:] else CASES
     try:
         with joined("cpu") as (ranks, _):
-            found: dict[str, Any] = {name: run(case, root, ranks) for name, case in cases.items()}
+            found: dict[str, Any] = {
+                name: run(case, root, ranks) for name, case in BY_SIZE[ranks.size].items()
+            }
             found["disagreement"] = disagreement(ranks)
             torch.save(found, root / f"{ranks.size}-{ranks.rank}.pt")
             ranks.sum(torch.ones(1))  # all have written theirs
             if ranks.rank == 1:
                 os._exit(GONE)
             start = time.monotonic()
-            run(CASES["inertiakv"], root, ranks)
+            run(RULES["the paper's"], root, ranks)
     except ConnectionError as error:
         torch.save((time.monotonic() - start, str(error)), root / f"{ranks.size}-{ranks.rank}-lost.pt")
 
