@@ -233,7 +233,8 @@ class Decoder:
         return recorder.recording()
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation to a safetensors file, from which `load` goes on exactly."""
+        """Write the conversation to a safetensors file, from which `load` goes on exactly. Raises ValueError
+        for a model on several ranks, none of which has all of it."""
         saved.save(self._current(), path)
 
     def load(self, path: str | Path) -> None:

@@ -37,7 +37,7 @@ class Stats:
     timed_tokens: int = 0
     """Tokens that the steps in `seconds.decode` chose: those of all rows and steps that compiled nothing."""
     cache_bytes: int = 0
-    """Bytes of K and V as allocated now."""
+    """Bytes of K and V as allocated now, by this process."""
     full_cache_bytes: int = 0
     """Bytes that K and V of the full cache would take, allocated the same way."""
     seconds: Seconds = field(default_factory=Seconds)
