@@ -82,7 +82,7 @@ class DeviceOptions:
     interconnect_gb_per_s: Annotated[float | None, NotGiven] = None
     """Between ranks: an all-reduce moves 2 (R - 1) / R of its bytes. Left out, it takes no time."""
     all_reduce_us: Annotated[float | None, tyro.conf.arg(help_behavior_hint="(default: 10)")] = None
-    """What an all-reduce takes however small it is, in microseconds; there are two a layer."""
+    """What an all-reduce takes however small it is, in microseconds; there are two a layer, and one more."""
     share: Annotated[float | None, NotGiven] = None
     """Share of the bandwidth that weights, K and V are read with, instead of those that were measured."""
 

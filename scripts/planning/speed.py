@@ -111,5 +111,5 @@ def step(
     if link is not None and rank.ranks > 1:
         hidden = link.all_reduce(rows * config.hidden_size * itemsize, rank.ranks)
         scores = link.all_reduce(rows * room.slots * 4, rank.ranks)
-        parts["all-reduce"] = 2 * config.num_layers * hidden + scored * scores
+        parts["all-reduce"] = (2 * config.num_layers + 1) * hidden + scored * scores
     return Step(limit, parts)
