@@ -12,7 +12,7 @@ splits of the slots, M slots in each.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,16 @@ Backend = Literal["dense", "flex"]
 BlockLists = tuple[Tensor, Tensor, Tensor, Tensor]
 """FlexAttention's form of a mask of blocks: of those that are seen in part, and of those seen whole, for each
 block of queries how many and which, int32 [B, 1, Q] and [B, 1, Q, K]."""
+
+
+class Softmax(NamedTuple):
+    """What the softmax of some models has beside a scale. It is dense, in float32 or wider."""
+
+    softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap)."""
+    sink_H: Tensor | None = None
+    """A logit that belongs to no token."""
+
 
 SPLITS = 8
 """Parts of the slots that a compiled step attends to side by side."""
@@ -88,17 +98,29 @@ def dense_step(
 
 
 def observed(
-    q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, visible_BXTN: Tensor, scale: float
+    q_BHTD: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
+    visible_BXTN: Tensor,
+    scale: float,
+    softmax: Softmax | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of several queries a row, [B, H, T, D], and its weights [B, G, R * T, N], as if every query
     had heads of its own. In float32 or wider, row by row."""
+    softcap, sink_H = Softmax() if softmax is None else softmax
     accurate = torch.promote_types(q_BHTD.dtype, torch.float32)
     outs, weights = [], []
     for q_HTD, k_GND, v_GND, seen_XTN in zip(q_BHTD, k_BGND, v_BGND, visible_BXTN, strict=True):
         q_GRTD = q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate)
         logits_GRTN = torch.matmul(q_GRTD, k_GND.to(accurate).mT[:, None]) * scale
+        if softcap is not None:
+            logits_GRTN = softcap * torch.tanh(logits_GRTN / softcap)
         logits_GRTN = torch.where(seen_XTN[:, None], logits_GRTN, -torch.inf)
-        weights_GRTN = torch.where(seen_XTN.any(-1)[:, None, :, None], logits_GRTN.softmax(-1), 0.0)
+        if sink_H is not None:
+            sink_GRT1 = sink_H.view(len(k_GND), -1, 1, 1).to(accurate).expand(*logits_GRTN.shape[:3], 1)
+            logits_GRTN = torch.cat((logits_GRTN, sink_GRT1), dim=-1)
+        weights_GRTN = logits_GRTN.softmax(-1)[..., : k_GND.shape[1]]
+        weights_GRTN = torch.where(seen_XTN.any(-1)[:, None, :, None], weights_GRTN, 0.0)
         outs.append(torch.matmul(weights_GRTN, v_GND.to(accurate)[:, None]).flatten(0, 1))
         weights.append(weights_GRTN.flatten(1, 2))
     return torch.stack(outs).to(q_BHTD.dtype), torch.stack(weights)
@@ -138,6 +160,7 @@ def dense_chunk(
     scale: float,
     end_slot: int,
     start_slot: int | None = None,
+    softmax: Softmax | None = None,
 ) -> Tensor:
     """Attention of a chunk of queries, [B, H, T, D].
 
@@ -145,11 +168,12 @@ def dense_chunk(
     furthest). `start_slot`: given where they begin at the same slot in every row, and all slots before it
     hold tokens that are older.
     """
-    if start_slot is not None and window is None and q_BHTD.device.type == "cpu":
+    plain = window is None and softmax is None
+    if start_slot is not None and plain and q_BHTD.device.type == "cpu":
         out_BHTD = _unmasked_chunk(q_BHTD, k_BGND, v_BGND, scale, start_slot)
     else:
         seen = (position_BXN, query_BT, window)
-        out_BHTD = _masked_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, end_slot)
+        out_BHTD = _masked_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, end_slot, softmax)
     return torch.where((query_BT >= 0)[:, None, :, None], out_BHTD, 0.0)
 
 
@@ -176,6 +200,7 @@ def _masked_chunk(
     window: int | None,
     scale: float,
     end_slot: int,
+    softmax: Softmax | None,
 ) -> Tensor:
     """Attention of a chunk under the mask rule, a block of queries at a time; a block leaves out the slots of
     the tokens that come after it."""
@@ -185,18 +210,13 @@ def _masked_chunk(
         end = min(start + QUERY_BLOCK, total)
         keys = min(slots, end_slot - (total - end))
         seen_BXTN = visible(position_BXN[..., :keys], query_BT[:, start:end], window)
+        qkv = (q_BHTD[:, :, start:end], k_BGND[:, :, :keys], v_BGND[:, :, :keys])
+        if softmax is not None:
+            blocks.append(observed(*qkv, seen_BXTN, scale, softmax)[0])
+            continue
         if seen_BXTN.shape[1] > 1:
             seen_BXTN = seen_BXTN.repeat_interleave(q_BHTD.shape[1] // k_BGND.shape[1], dim=1)
-        blocks.append(
-            F.scaled_dot_product_attention(
-                q_BHTD[:, :, start:end],
-                k_BGND[:, :, :keys],
-                v_BGND[:, :, :keys],
-                attn_mask=seen_BXTN,
-                scale=scale,
-                enable_gqa=True,
-            )
-        )
+        blocks.append(F.scaled_dot_product_attention(*qkv, attn_mask=seen_BXTN, scale=scale, enable_gqa=True))
     return torch.cat(blocks, dim=2)
 
 

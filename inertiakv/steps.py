@@ -61,7 +61,15 @@ def chunk_step(
 ) -> Tensor:
     """Enter a chunk of prompt into the cache, hidden_BTE. Padding has position -1. For the last two, see
     `Pass`."""
-    step = Pass(
+    step = chunk_pass(method, positions_BT, slots_BT, end_slot, start_slot)
+    return model(tokens_BT, positions_BT, CacheView(cache, step))
+
+
+def chunk_pass(
+    method: Method, positions_BT: Tensor, slots_BT: Tensor, end_slot: int | None, start_slot: int | None
+) -> Pass:
+    """What `chunk_step` does."""
+    return Pass(
         positions_BT,
         slots_BT,
         method.backend,
@@ -69,7 +77,6 @@ def chunk_step(
         end_slot=end_slot,
         start_slot=start_slot,
     )
-    return model(tokens_BT, positions_BT, CacheView(cache, step))
 
 
 def decode_step(
@@ -88,11 +95,28 @@ def decode_step(
 
     This is the function that is compiled, one graph with and one without `refresh`.
     """
+    eviction, active_B = method.eviction, ~rows.finished_B
+    step = decode_pass(method, rows, active_B, refresh=refresh)
+    scoring = aggregation if refresh else None
+    view = CacheView(cache, step, scoring, record=recorder is not None)
+    triggered = refresh and isinstance(eviction, RankTrigger)
+    before_BXN = cache.tables[0].utility_BXN.clone() if triggered else None
+    hidden_BE = model(rows.token_B[:, None], step.positions_BT, view)[:, 0]
+    if before_BXN is not None:
+        assert isinstance(eviction, RankTrigger)
+        eviction.settle(cache.tables[0], before_BXN)
+    if recorder is not None:
+        recorder.record(cache.tables[0], view.scores, torch.where(active_B, rows.position_B, EMPTY))
+    view.finish()
+    rows.position_B.add_(active_B)
+    rows.choose(model.head(hidden_BE), greedy=greedy)
+
+
+def decode_pass(method: Method, rows: Rows, active_B: Tensor, *, refresh: bool) -> Pass:
+    """What `decode_step` does with its tokens."""
     eviction = method.eviction
-    active_B = ~rows.finished_B
-    positions_B1 = rows.position_B[:, None]
-    step = Pass(
-        positions_B1,
+    return Pass(
+        rows.position_B[:, None],
         None,
         method.backend,
         method.windows,
@@ -107,19 +131,6 @@ def decode_step(
         by_age=eviction is not None and eviction.after == "recency",
         pool=method.pooling if eviction is not None and eviction.pool_at == "always" else None,
     )
-    scoring = aggregation if refresh else None
-    view = CacheView(cache, step, scoring, record=recorder is not None)
-    triggered = refresh and isinstance(eviction, RankTrigger)
-    before_BXN = cache.tables[0].utility_BXN.clone() if triggered else None
-    hidden_BE = model(rows.token_B[:, None], positions_B1, view)[:, 0]
-    if before_BXN is not None:
-        assert isinstance(eviction, RankTrigger)
-        eviction.settle(cache.tables[0], before_BXN)
-    if recorder is not None:
-        recorder.record(cache.tables[0], view.scores, torch.where(active_B, rows.position_B, EMPTY))
-    view.finish()
-    rows.position_B.add_(active_B)
-    rows.choose(model.head(hidden_BE), greedy=greedy)
 
 
 def evicting_step(
@@ -142,23 +153,9 @@ def evicting_step(
     `before_BW` are tokens that the cache holds, -1 where a row has fewer.
     """
     fed_B = ~rows.finished_B | cache.overfull_B
-    tokens_BT, length = before_BW, before_BW.shape[1]
-    back_T = torch.arange(-length, int(new), device=cache.device)
-    if new:
-        tokens_BT = torch.cat((before_BW, rows.token_B[:, None]), dim=1)
-    real_BT = (tokens_BT >= 0) & fed_B[:, None]
-    positions_BT = torch.where(real_BT, rows.position_B[:, None] + back_T, EMPTY)
-    step = Pass(
-        positions_BT,
-        None,
-        # Dense whatever the backend: this step runs once, uncompiled, which FlexAttention is not made for.
-        "dense",
-        method.windows,
-        active_B=fed_B,
-        new=int(new),
-        from_mean=method.eviction is not None and method.eviction.new_token == "mean",
-        end_slot=end_slot,
-    )
+    tokens_BT = torch.cat((before_BW, rows.token_B[:, None]), dim=1) if new else before_BW
+    step = evicting_pass(method, rows, tokens_BT >= 0, fed_B, new=new, end_slot=end_slot)
+    positions_BT = step.positions_BT
     rotated = None
     if aggregation is not None and aggregation.scorer == "expected_attention":
         rotated = rotations(
@@ -174,10 +171,28 @@ def evicting_step(
     if new:
         rows.position_B.add_(fed_B)
         rows.fed_B.logical_or_(fed_B)
-    return logits_BV, _chosen(cache, method, rows)
+    return logits_BV, chosen(cache, method, rows)
 
 
-def _chosen(cache: SlotCache, method: Method, rows: Rows) -> list[Tensor]:
+def evicting_pass(
+    method: Method, rows: Rows, real_BT: Tensor, fed_B: Tensor, *, new: bool, end_slot: int
+) -> Pass:
+    """What `evicting_step` does with its queries, of which `real_BT` are no padding, in the rows `fed_B`."""
+    back_T = torch.arange(int(new) - real_BT.shape[1], int(new), device=real_BT.device)
+    return Pass(
+        torch.where(real_BT & fed_B[:, None], rows.position_B[:, None] + back_T, EMPTY),
+        None,
+        # Dense whatever the backend: this step runs once, uncompiled, which FlexAttention is not made for.
+        "dense",
+        method.windows,
+        active_B=fed_B,
+        new=int(new),
+        from_mean=method.eviction is not None and method.eviction.new_token == "mean",
+        end_slot=end_slot,
+    )
+
+
+def chosen(cache: SlotCache, method: Method, rows: Rows) -> list[Tensor]:
     """The tokens that stay when the prompt is evicted, for each table a bool mask [B, X, N]."""
     assert method.eviction is not None
     limits = method.limits(rows)

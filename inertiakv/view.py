@@ -21,6 +21,7 @@ from .aggregation import Aggregation, Coefficients, updated
 from .attention import (
     Backend,
     BlockLists,
+    Softmax,
     block_lists,
     dense_chunk,
     dense_step,
@@ -219,43 +220,59 @@ class LayerView:
         self.scored: list[Tensor] = []
 
     def attend(
-        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int | None, scale: float
+        self,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        *,
+        window: int | None,
+        scale: float,
+        softmax: Softmax | None = None,
     ) -> Tensor:
         """Write the new tokens' K and V, attend over everything visible, [B, H, T, D]; score if this pass
-        does."""
+        does. Only dense attention knows another `softmax`."""
         seen = self.seen
         new, filled = seen.slots_BXT.shape[-1], seen.position_BXN.shape[-1]
         if new:
             self.kv.write(seen.slots_BXT, k_BGTD[:, :, -new:], v_BGTD[:, :, -new:])
         k_BGND, v_BGND = self.kv.k_BGND[:, :, :filled], self.kv.v_BGND[:, :, :filled]
         weighs = self.scoring is not None and SCORERS[self.scoring.scorer].needs_attention
-        out_BHTD, weights_BGRN = self._attention(q_BHTD, k_BGND, v_BGND, window, scale, weighs)
+        out_BHTD, weights_BGRN = self._attention(q_BHTD, k_BGND, v_BGND, window, scale, softmax, weighs)
         if self.scoring is not None:
             self._score(self.scoring, q_BHTD, k_BGND, v_BGND, weights_BGRN, scale)
         return out_BHTD
 
     def _attention(
-        self, q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, window: int | None, scale: float, weighs: bool
+        self,
+        q_BHTD: Tensor,
+        k_BGND: Tensor,
+        v_BGND: Tensor,
+        window: int | None,
+        scale: float,
+        softmax: Softmax | None,
+        weighs: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """The output, and the weights [B, G, R, N] where the pass `weighs` tokens by them."""
         seen = self.seen
         single = q_BHTD.shape[2] == 1
         if seen.backend == "flex":
+            assert softmax is None
             group = q_BHTD.shape[1] // k_BGND.shape[1]
             mask = flex_mask(seen.blocks[window], seen.position_BXN, seen.positions_BT, window, group)
             if not weighs:
                 return flex(q_BHTD, k_BGND, v_BGND, mask, scale), None
             visible_BXN = seen.visible_BXTN[window][:, :, 0]
             out_BHD, weights = flex_step(q_BHTD[:, :, 0], k_BGND, v_BGND, mask, visible_BXN, scale)
-        elif single:
+        elif single and softmax is None:
             visible_BXN = seen.visible_BXTN[window][:, :, 0]
             out_BHD, weights = dense_step(q_BHTD[:, :, 0], k_BGND, v_BGND, visible_BXN, scale)
         elif weighs:
             visible_BXTN = visible(seen.position_BXN, seen.positions_BT, window)
-            return observed(q_BHTD, k_BGND, v_BGND, visible_BXTN, scale)
+            return observed(q_BHTD, k_BGND, v_BGND, visible_BXTN, scale, softmax)
         else:
             table = (seen.position_BXN, seen.positions_BT, window)
-            return dense_chunk(q_BHTD, k_BGND, v_BGND, *table, scale, seen.end_slot, seen.start_slot), None
+            ends = (seen.end_slot, seen.start_slot)
+            return dense_chunk(q_BHTD, k_BGND, v_BGND, *table, scale, *ends, softmax), None
         return out_BHD[:, :, None], weights
 
     def _score(

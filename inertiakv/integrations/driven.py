@@ -1,0 +1,278 @@
+"""A conversation whose model runs by itself: nobody asks it for a pass, it comes layer by layer.
+
+What a pass is for shows in how many tokens it brings. Several are a prompt, or after an answer a further turn;
+one, once there is a prompt, is a decode step. All else, masks, scores, budgets, what is evicted and when, are the
+passes of `steps`.
+
+Shape letters: B batch, T tokens of a pass, H query heads, G KV heads, N slots, D head dim, W last queries of a
+prompt, X retention sets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..aggregation import Aggregation
+from ..attention import Softmax
+from ..budgets import Budgets, settle
+from ..cache import CacheShape, SlotCache, bucket
+from ..config import MAX_BUDGET, EvictionConfig
+from ..eviction import EMPTY
+from ..learned import LearnedScorer
+from ..rows import Rows
+from ..steps import Method, chosen, chunk_pass, decode_pass, evicting_pass
+from ..view import CacheView, LayerView
+
+ROOM = 256
+"""Tokens, or an eighth of those held where that is more, for which a cache grows at a time."""
+
+
+class Attention(NamedTuple):
+    """How a layer attends."""
+
+    window: int | None
+    scale: float
+    softmax: Softmax | None
+
+
+@dataclass
+class Part:
+    """Columns of a pass that are treated alike."""
+
+    view: CacheView
+    columns: slice
+    active_B: Tensor | None = None
+    """Rows that the part brings a token, where it brings one at most."""
+    evicts_prompt: bool = False
+    """It scores together with the last queries before it, and what stays is chosen after it."""
+
+
+class DrivenConversation:
+    """Begin a pass, attend in each layer, end the pass. Broken off in between it is of no use."""
+
+    def __init__(
+        self,
+        eviction: EvictionConfig,
+        windows: Sequence[int | None],
+        real_BT: Tensor,
+        k_BGTD: Tensor,
+        learned: LearnedScorer | None,
+    ) -> None:
+        """`windows`: of each layer. The rest: of the first pass, whose layers are all like the one of
+        `k_BGTD`."""
+        batch, heads, length, head_dim = k_BGTD.shape
+        self.eviction, self.dtype, self.device = eviction, k_BGTD.dtype, k_BGTD.device
+        self.method = Method(eviction, "dense", tuple(dict.fromkeys(windows)))
+        self.layers = len(windows)
+        score_dtype = torch.promote_types(self.dtype, torch.float32)
+        self.aggregation = Aggregation(eviction, self.layers, score_dtype, self.device, learned)
+        self.rows = Rows(batch, self.device)
+        self.cache = SlotCache(
+            CacheShape(self.layers, batch, heads, bucket(length + 1), head_dim, eviction.scope),
+            dtype=self.dtype,
+            device=self.device,
+        )
+        for table in self.cache.tables:
+            table.budget_BX.fill_(MAX_BUDGET)
+        self.turn_step = 0  # decode steps of this turn: the refresh schedule's t
+        self._first_turn, self._reading = True, False  # a prompt is being read, or a turn
+        self._room: float = 0  # tokens that may come before the cache has to grow
+        self._parts: list[Part] = []
+        self._queries_BHWD: dict[int, Tensor] = {}  # a layer's, of the last tokens read
+        self._real_BW = real_BT[:, :0]
+        self._attention: dict[int, Attention] = {}
+
+    @property
+    def batch(self) -> int:
+        return self.cache.shape.batch
+
+    def begin(self, real_BT: Tensor) -> None:
+        """A pass. Those of its tokens that are not real are padding, which comes before them."""
+        length, windowed = real_BT.shape[1], self.eviction.evict_at == "first_step"
+        if length == 1 and (self._reading or self.turn_step > 0):
+            if self._reading:
+                self._end_prompt()
+            if self.turn_step == 0 and windowed:
+                self._parts = [self._evicting_part(real_BT, slice(0, 1))]
+            else:
+                self._parts = [self._decode_part(real_BT)]
+            return
+        further = self.turn_step > 0 or not self._first_turn
+        if self.turn_step > 0:
+            self._begin_turn()
+        self._hold(real_BT)
+        if further and windowed:  # the turn's last token is the first step of a new refresh schedule
+            self._parts = [
+                self._chunk_part(real_BT[:, :-1]),
+                self._evicting_part(real_BT[:, -1:], slice(length - 1, length)),
+            ]
+        else:
+            self._parts, self._reading = [self._chunk_part(real_BT)], True
+
+    def attend(
+        self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, attention: Attention
+    ) -> Tensor:
+        """What a layer's queries see, [B, H, T, D]."""
+        outs = []
+        self._attention[layer] = attention
+        for part in self._parts:
+            q_BHtD, k_BGtD, v_BGtD = (x[:, :, part.columns] for x in (q_BHTD, k_BGTD, v_BGTD))
+            length = q_BHtD.shape[2]
+            if part.evicts_prompt and layer in self._queries_BHWD:
+                q_BHtD = torch.cat((self._queries_BHWD[layer], q_BHtD), dim=2)
+            out_BHtD = part.view.run_layer(layer, _attend, q_BHtD, k_BGtD, v_BGtD, *attention)
+            outs.append(out_BHtD[:, :, -length:])
+            if part.active_B is None:
+                self._remember(layer, q_BHtD)
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+    def end(self) -> None:
+        """Of the pass, once all layers have attended."""
+        for part in self._parts:
+            part.view.finish()
+            if part.active_B is None:
+                continue
+            self.rows.position_B.add_(part.active_B)
+            self.turn_step += 1
+            self._room -= 1
+            if part.evicts_prompt:
+                self._compact()
+        self._parts = []
+
+    def forget_from(self, positions_B: Tensor) -> None:
+        """Drop the tokens at these positions and after them."""
+        for table in self.cache.tables:
+            table.keep(table.position_BXN < positions_B[:, None, None])
+        self.rows.position_B.copy_(positions_B)
+
+    def _remember(self, layer: int, q_BHTD: Tensor) -> None:
+        """The last queries of a prompt, which score it when it is evicted."""
+        window = self.eviction.window
+        if window == 0:
+            return
+        if layer in self._queries_BHWD:
+            q_BHTD = torch.cat((self._queries_BHWD[layer], q_BHTD), dim=2)
+        self._queries_BHWD[layer] = q_BHTD[:, :, -window:].clone()
+
+    def _forget_queries(self) -> None:
+        self._queries_BHWD, self._real_BW = {}, self._real_BW[:, :0]
+
+    def _begin_turn(self) -> None:
+        self._first_turn, self.turn_step = False, 0
+        self._forget_queries()
+
+    def _hold(self, real_BT: Tensor) -> None:
+        """Have the tokens of each row, oldest first, in the cache's first slots, and room for these behind
+        them."""
+        most = int((self.cache.most_B + real_BT.sum(-1)).max())
+        tidy = self._reading or int(self.rows.position_B.max()) == 0
+        if not tidy or self.cache.shape.slots < most + 1:
+            self._move(bucket(most + 1), self.cache.everything())
+
+    def _chunk_part(self, real_BT: Tensor) -> Part:
+        """Tokens that are entered behind the others, and not scored."""
+        cache, rows, length = self.cache, self.rows, real_BT.shape[1]
+        base_B, offset_BT = cache.most_B, real_BT.cumsum(-1) - 1
+        filled = int(base_B.max())
+        whole = bool(real_BT.all()) and bool((cache.mean_B == filled).all())
+        count_B = real_BT.sum(-1)
+        step = chunk_pass(
+            self.method,
+            torch.where(real_BT, rows.position_B[:, None] + offset_BT, EMPTY),
+            # Padding lands in the last slot, which no prompt fills.
+            torch.where(real_BT, base_B[:, None] + offset_BT, cache.shape.slots - 1),
+            int((base_B + count_B).max()),
+            filled if whole else None,
+        )
+        view = CacheView(cache, step)
+        for table in cache.tables:
+            table.free_BX.copy_((base_B + count_B)[:, None])
+        rows.position_B.add_(count_B)
+        if self.eviction.window:
+            self._real_BW = torch.cat((self._real_BW, real_BT), dim=1)[:, -self.eviction.window :]
+        return Part(view, slice(0, length))
+
+    def _end_prompt(self) -> None:
+        """All of it has been read: set budgets, and evict where that does not wait for the first step."""
+        if self._first_turn:
+            lengths = self.rows.position_B.tolist()
+            budgets = Budgets(self.eviction, lengths, self.layers)
+            self.rows.start(lengths, budgets.protection)
+            self.rows.position_B.copy_(self.rows.prompt_B)
+            for table, of_rows in zip(self.cache.tables, budgets.tables, strict=False):
+                table.budget_BX.copy_(torch.tensor(of_rows)[:, None])
+        self._first_turn = self._reading = False
+        if self.eviction.evict_at == "prompt":
+            part = self._evicting_part(self._real_BW[:, :0], slice(0, 0))
+            for layer, q_BHWD in self._queries_BHWD.items():
+                part.view.run_layer(layer, _attend, q_BHWD, q_BHWD, q_BHWD, *self._attention[layer])
+            self._compact()
+
+    def _evicting_part(self, real_BT: Tensor, columns: slice) -> Part:
+        """The new token, if there is one, and the last ones of the prompt, which score it together."""
+        cache, rows, new = self.cache, self.rows, real_BT.shape[1] == 1
+        rows.finished_B.copy_(~real_BT[:, 0] if new else torch.zeros_like(rows.finished_B))
+        fed_B = ~rows.finished_B | cache.overfull_B
+        real_BT = torch.cat((self._real_BW, real_BT), dim=1)
+        step = evicting_pass(self.method, rows, real_BT, fed_B, new=new, end_slot=cache.filled + new)
+        view = CacheView(cache, step, self.aggregation if self.eviction.scores else None)
+        return Part(view, columns, fed_B, evicts_prompt=True)
+
+    def _decode_part(self, real_BT: Tensor) -> Part:
+        if self._room < 1:
+            self._grow()
+        active_B = real_BT[:, 0]
+        refresh = self.eviction.refreshes_at(self.turn_step + 1)
+        step = decode_pass(self.method, self.rows, active_B, refresh=refresh)
+        return Part(CacheView(self.cache, step, self.aggregation if refresh else None), slice(0, 1), active_B)
+
+    def _compact(self) -> None:
+        """Evict the prompt to budget, and give back the memory that it took."""
+        keep_BXN = chosen(self.cache, self.method, self.rows)
+        settle(self.eviction, self.cache.tables, keep_BXN)
+        self._forget_queries()
+        slots = self.cache.slots_for(ROOM, keep_BXN)
+        if slots != self.cache.shape.slots:
+            self._move(slots, keep_BXN)
+        else:
+            self.cache.keep(keep_BXN)
+            self._measure()
+
+    def _grow(self) -> None:
+        self._measure()
+        if self._room < 1:
+            self._move(self.cache.slots_for(max(ROOM, self.cache.shape.slots // 8)), self.cache.everything())
+
+    def _move(self, slots: int, keep_BXN: list[Tensor]) -> None:
+        """Go on in a cache of another size, with the tokens that are marked."""
+        shape = self.cache.shape
+        sizes = (shape.layers, shape.batch, shape.kv_heads, slots, shape.head_dim, shape.scope)
+        target = SlotCache(CacheShape(*sizes), dtype=self.dtype, device=self.device, allocate=False)
+        target.take_from(self.cache, keep_BXN, release=True)
+        self.cache = target
+        self._measure()
+
+    def _measure(self) -> None:
+        """How many tokens there is room for."""
+        slots = self.cache.shape.slots
+        largest = int(torch.stack([table.budget_BX.max() for table in self.cache.tables]).max())
+        self._room = math.inf if largest < slots else slots - 1 - int(self.cache.most_B.max())
+
+
+def _attend(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    window: int | None,
+    scale: float,
+    softcap_and_sink: Softmax | tuple[float | None, Tensor | None] | None,
+    view: LayerView,
+) -> Tensor:
+    softmax = None if softcap_and_sink is None else Softmax(*softcap_and_sink)
+    return view.attend(q_BHTD, k_BGTD, v_BGTD, window=window, scale=scale, softmax=softmax)

@@ -1,0 +1,404 @@
+"""`generate` of transformers with an evicting cache:
+
+    cache = InertiaCache(model, EvictionConfig(compression=0.9, refresh=4))
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
+
+A model of transformers hands K and V to its cache, and then looks up in its config what attends. The cache writes
+its own name there for as long as that takes: what it registers under it, a maker of masks and an attention
+function, puts back what was there before it does anything else. Nothing of the model is changed beyond that.
+
+Shape letters: B batch, T tokens of a pass, S all tokens so far with their padding, H query heads, G KV heads, D
+head dim, L tokens that a sliding layer still has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..attention import Softmax, visible
+from ..config import EvictionConfig
+from ..eviction import EMPTY
+from ..learned import LearnedScorer, load_scorer
+from ..view import LayerView, Seen
+from .driven import Attention, DrivenConversation
+
+NAME = "inertiakv"
+"""Of the attention function, as `attn_implementation`."""
+
+
+class InertiaCache(Cache):
+    """Keeps no more of each row's KV cache than its budget. One model's, and one conversation's: a further
+    `generate` with it goes on with what it has kept, `reset` forgets.
+
+    * `model`: a decoder of transformers whose attention goes through `AttentionInterface`. Layers with a sliding
+      window are left alone where others have none.
+    * `eviction`: the rule. Budgets, positions and evictions are those of `Decoder`.
+
+    `generate` gives it prompts of different lengths padded on the left. It does not say when a row has ended, so
+    that such a row takes in its padding until the others have ended; where the next turn's attention mask leaves
+    that out, it is forgotten. Nor does it say where a prompt ends: it does with the first single token. With
+    `prefill_chunk_size`, a last chunk of one token counts as the first decode step, and each chunk of a further
+    turn as a turn.
+
+    Raises ValueError for a model or a rule that cannot work so, and later for what cannot be right: beams,
+    assisted decoding, training, attention weights as an output, masks that are not causal.
+    """
+
+    def __init__(self, model: Any, eviction: EvictionConfig = EvictionConfig()) -> None:  # noqa: B008 (immutable)
+        self._config = model.config.get_text_config(decoder=True)
+        _check_model(model, self._config)
+        windows = [getattr(layer, "sliding_window", None) for layer in self._own_layers()]
+        self._windows = windows
+        # Where all layers slide, all are evicted, under their windows.
+        self._evicted = [i for i, w in enumerate(windows) if w is None] or list(range(len(windows)))
+        self.eviction = _of_evicted_layers(_check_rule(eviction), self._evicted, windows)
+        self._learned: LearnedScorer | None = None
+        super().__init__(layers=[])
+        self.reset()
+
+    # What is asked of it by users.
+
+    @property
+    def sequence_tokens(self) -> list[int]:
+        """Tokens of each row that have gone through the cache, evicted or not."""
+        return [] if self._driven is None else self._driven.rows.position_B.tolist()
+
+    @property
+    def kept_tokens(self) -> list[float]:
+        """Tokens that each row holds, in the mean over its retention sets."""
+        return [] if self._driven is None else self._driven.cache.mean_B.tolist()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that K and V hold now, as allocated, those of layers left alone among them."""
+        alone = [(layer.keys, layer.values) for layer in self.layers if isinstance(layer, DynamicLayer)]
+        own = sum(t.untyped_storage().nbytes() for pair in alone for t in pair if t is not None)
+        return own + (0 if self._driven is None else self._driven.cache.allocated_bytes)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        own = self._own_layers()
+        self.layers: list[Any] = [_Layer(self) if i in self._evicted else own[i] for i in range(len(own))]
+        self._driven: DrivenConversation | None = None
+        self._position_BS: Tensor | None = None  # of all tokens so far, `EMPTY` for padding
+        self._past = 0  # tokens of a row in former passes
+        self._layer = 0  # the one that attends next
+        self._handed_over = False  # its K and V have come
+
+    # What is asked of it by a model.
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hands K and V through. Everything else happens in the attention function."""
+        if self._handed_over:
+            self._give_back()
+            raise ValueError(
+                f"layer {self._layer} did not ask {NAME!r} to attend: the model does not use AttentionInterface"
+            )
+        if layer_idx != self._layer:
+            raise ValueError(
+                f"layer {layer_idx} comes where layer {self._layer} should: a forward pass was broken off, and the "
+                "cache is of no use until `reset()`"
+            )
+        self._handed_over = True
+        self._lend()
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._past
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """Asked before a mask is made, which then is ours: none."""
+        self._lend()
+        new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        return self._past + new, 0
+
+    def reorder_cache(self, beam_idx: Any) -> NoReturn:
+        raise ValueError("beams cannot share an InertiaCache: generate with num_beams=1")
+
+    def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError("an InertiaCache cannot go back: what it has evicted is gone")
+
+    def activate_past_recording(self) -> NoReturn:
+        raise ValueError("an InertiaCache cannot go back, as assisted decoding would have to")
+
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        raise ValueError("rows of an InertiaCache cannot be repeated")
+
+    def batch_select_indices(self, indices: Any) -> NoReturn:
+        raise ValueError("rows of an InertiaCache cannot be selected")
+
+    # The pass itself.
+
+    def attend(
+        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_BS: Tensor | None, attention: Attention
+    ) -> Tensor:
+        """What the queries of the next layer see, [B, H, T, D]."""
+        layer, self._handed_over = self._layer, False
+        if attention.window != self._windows[layer]:
+            raise ValueError(
+                f"layer {layer} attends with a window of {attention.window}, its config says {self._windows[layer]}"
+            )
+        try:
+            length = q_BHTD.shape[2]
+            if layer == 0:
+                self._place(len(q_BHTD), length, mask_BS, q_BHTD.device)
+            assert self._position_BS is not None
+            if layer not in self._evicted:
+                out_BHTD = self._attend_alone(q_BHTD, k_BGTD, v_BGTD, attention)
+            else:
+                if layer == self._evicted[0]:
+                    self._begin(k_BGTD, v_BGTD, self._position_BS[:, -length:] > EMPTY)
+                assert self._driven is not None
+                out_BHTD = self._driven.attend(self._evicted.index(layer), q_BHTD, k_BGTD, v_BGTD, attention)
+                if layer == self._evicted[-1]:
+                    self._driven.end()
+            self._layer += 1
+            if self._layer == len(self.layers):
+                self._layer, self._past = 0, self._past + length
+            return out_BHTD
+        except BaseException:
+            self.reset()  # it is between two states
+            raise
+
+    def _place(self, batch: int, length: int, mask_BS: Tensor | None, device: torch.device) -> None:
+        """Number the new tokens of each row, without their padding."""
+        if mask_BS is None:
+            mask_BS = torch.ones(batch, self._past + length, dtype=torch.bool, device=device)
+        if mask_BS.shape != (batch, self._past + length):
+            raise ValueError(
+                f"an attention mask of {list(mask_BS.shape)} for {batch} rows of {self._past + length} tokens"
+            )
+        real_BT = mask_BS[:, self._past :]
+        if self._position_BS is None:
+            start_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+            self._position_BS = start_B1[:, :0]
+        elif batch != len(self._position_BS):
+            raise ValueError(f"{batch} rows for a cache of {len(self._position_BS)}")
+        else:
+            if length > 1:
+                self._follow(self._position_BS, mask_BS[:, : self._past])
+            start_B1 = self._position_BS.amax(-1, keepdim=True) + 1
+        if length > 1 and bool((real_BT[:, :-1] & ~real_BT[:, 1:]).any()):
+            raise ValueError("padding after a token: pad prompts on the left")
+        new_BT = torch.where(real_BT, start_B1 + real_BT.cumsum(-1) - 1, EMPTY)
+        self._position_BS = torch.cat((self._position_BS, new_BT), dim=1)
+
+    def _follow(self, position_BS: Tensor, mask_BS: Tensor) -> None:
+        """A further turn may leave out what rows took in after they had ended."""
+        length_B1 = mask_BS.sum(-1, keepdim=True)
+        kept_BS = torch.where(position_BS < length_B1, position_BS, EMPTY)
+        if not torch.equal(kept_BS > EMPTY, mask_BS):
+            raise ValueError(
+                "the attention mask is not that of the former turns: of these tokens, only the last ones of a row "
+                "can be left out"
+            )
+        if not torch.equal(kept_BS, position_BS):
+            assert self._driven is not None
+            self._driven.forget_from(length_B1[:, 0])
+            position_BS.copy_(kept_BS)
+
+    def _begin(self, k_BGTD: Tensor, v_BGTD: Tensor, real_BT: Tensor) -> None:
+        driven = self._driven
+        if driven is None:
+            if k_BGTD.shape != v_BGTD.shape:
+                raise ValueError(f"K is {list(k_BGTD.shape)} and V {list(v_BGTD.shape)}: they must be alike")
+            windows = [self._windows[i] for i in self._evicted]
+            driven = DrivenConversation(self.eviction, windows, real_BT, k_BGTD, self._scorer(k_BGTD))
+            self._driven = driven
+        driven.begin(real_BT)
+
+    def _scorer(self, k_BGTD: Tensor) -> LearnedScorer | None:
+        if self.eviction.scorer_file is None:
+            return None
+        heads = self._config.num_attention_heads
+        sizes = SimpleNamespace(num_heads=heads, num_kv_heads=k_BGTD.shape[1], head_dim=k_BGTD.shape[3])
+        dtype = torch.promote_types(k_BGTD.dtype, torch.float32)
+        return load_scorer(self.eviction.scorer_file, sizes, device=k_BGTD.device, dtype=dtype)  # type: ignore[arg-type]
+
+    def _attend_alone(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, attention: Attention) -> Tensor:
+        """Of a sliding layer, over what it still has and the new tokens."""
+        assert self._position_BS is not None
+        k_BGLD, v_BGLD = self.layers[self._layer].update(k_BGTD, v_BGTD)
+        window, scale, softmax = attention
+        length, held = q_BHTD.shape[2], k_BGLD.shape[2]
+        query_BT, position_BXL = self._position_BS[:, -length:], self._position_BS[:, None, -held:]
+        masks = {window: visible(position_BXL, query_BT, window)} if length == 1 else {}
+        nothing_BXT = position_BXL[..., :0]
+        seen = Seen(query_BT, nothing_BXT, position_BXL, masks, {}, "dense", held, None)
+        kv: Any = SimpleNamespace(k_BGND=k_BGLD, v_BGND=v_BGLD)
+        view = LayerView(kv, seen, None, None)
+        return view.attend(q_BHTD, k_BGLD, v_BGLD, window=window, scale=scale, softmax=softmax)
+
+    def _own_layers(self) -> list[Any]:
+        """What transformers would take: its sliding layers are used as they are."""
+        return DynamicCache(config=self._config).layers
+
+    def _lend(self) -> None:
+        if not isinstance(self._config._attn_implementation, _Lent):
+            self._config._attn_implementation = _Lent(self, self._config._attn_implementation)
+
+    def _give_back(self) -> None:
+        name = self._config._attn_implementation
+        if isinstance(name, _Lent):
+            self._config._attn_implementation = name.before
+        self._handed_over = False
+
+
+class _Lent(str):
+    """Our name in a model's config: who wrote it there, and what had been there."""
+
+    def __new__(cls, cache: InertiaCache, before: str | None) -> _Lent:
+        name = super().__new__(cls, NAME)
+        name.cache, name.before = cache, before
+        return name
+
+    cache: InertiaCache
+    before: str | None
+
+
+class _Layer(CacheLayerMixin):
+    """A layer that is evicted, as far as transformers looks into it."""
+
+    is_sliding = False
+
+    def __init__(self, cache: InertiaCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, *args: Any) -> None:
+        pass
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError("a layer of an InertiaCache takes nothing by itself")
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self._cache.get_mask_sizes(query_length)
+
+    def get_seq_length(self) -> int:
+        return self._cache.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in earlier versions
+
+
+def _borrowed(config: Any) -> InertiaCache:
+    """The cache that has lent its name, with the config as it was before."""
+    name = config._attn_implementation
+    if not isinstance(name, _Lent):
+        raise ValueError(
+            f"attn_implementation={NAME!r} is set by InertiaCache alone: set another one, and give `generate` "
+            "past_key_values=InertiaCache(model, ...)"
+        )
+    config._attn_implementation = name.before
+    return name.cache
+
+
+def _mask(**kwargs: Any) -> Tensor | None:
+    """No mask at all: the attention function makes them from positions, and takes padding as it is."""
+    config = kwargs["config"]
+    cache = _borrowed(config)
+    if cache._handed_over:  # Ctrl-C came between the two, and left our name there: another cache is asked now
+        return AttentionMaskInterface()[config._attn_implementation](**kwargs)
+    if kwargs.get("use_vmap") or not kwargs.get("allow_is_causal_skip", True):
+        raise ValueError("this model asks for a mask that is not causal")
+    mask_BS = kwargs.get("attention_mask")
+    return None if mask_BS is None else mask_BS.bool()
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function, [B, T, H, D]."""
+    cache = _borrowed(module.config)
+    with_gradients = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    for wrong, what in (
+        (module.training or with_gradients, "train: call model.eval(), and the model under torch.no_grad()"),
+        (kwargs.get("output_attentions"), "return attention weights: leave out output_attentions"),
+        (kwargs.get("position_bias") is not None, "attend with position biases"),
+        (attention_mask is not None and attention_mask.dim() != 2, "take a mask of its own: give a 2D one"),
+        (not getattr(module, "is_causal", True), "look ahead"),
+    ):
+        if wrong:
+            cache._handed_over = False
+            raise ValueError(f"a model with an InertiaCache cannot {what}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softmax = None if softcap is None and s_aux is None else Softmax(softcap, s_aux)
+    attention = Attention(sliding_window, scale, softmax)
+    out_BHTD = cache.attend(query, key, value, attention_mask, attention)
+    return out_BHTD.transpose(1, 2).contiguous(), None
+
+
+def _check_model(model: Any, config: Any) -> None:
+    """Raise ValueError for a model whose attention is not ours to replace."""
+    name = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder and a decoder: InertiaCache is for decoders alone")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(f"{name} does not use AttentionInterface, through which InertiaCache attends")
+    if config._attn_implementation not in AttentionMaskInterface():
+        raise ValueError(
+            f"{name} has attn_implementation={config._attn_implementation!r}, which makes masks of its own: "
+            "load it with 'sdpa'"
+        )
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise ValueError(f"{name} attends within chunks, which InertiaCache does not know")
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise ValueError(f"layer {index} of {name} is no attention with K and V of its own")
+
+
+def _check_rule(eviction: object) -> EvictionConfig:
+    """Raise ValueError for a rule that needs more than attention sees."""
+    if type(eviction) is not EvictionConfig:
+        raise ValueError(f"InertiaCache takes an EvictionConfig, as policy(name) gives it; got {eviction!r}")
+    reasons = {
+        "reconstruction": "gives the prompt to the model once more",
+        "expected_attention": "undoes rotations, of which models of transformers have many kinds",
+    }
+    if eviction.scorer in reasons:
+        raise ValueError(f"scorer={eviction.scorer!r} {reasons[eviction.scorer]}: use Decoder")
+    return eviction
+
+
+def _of_evicted_layers(
+    eviction: EvictionConfig, evicted: list[int], windows: list[int | None]
+) -> EvictionConfig:
+    """The rule with the layers that score counted among those that are evicted."""
+    for layer in eviction.layers or ():
+        if layer not in evicted:
+            kind = f"slides over {windows[layer]} tokens" if layer < len(windows) else "does not exist"
+            raise ValueError(f"layer {layer} cannot score: it {kind}")
+    if eviction.layers is None:
+        return eviction
+    return replace(eviction, layers=tuple(map(evicted.index, eviction.layers)))
+
+
+def _register() -> None:
+    mask: Callable[..., Any] = _mask
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+_register()
