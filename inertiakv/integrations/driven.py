@@ -1,11 +1,11 @@
 """A conversation whose model runs by itself: nobody asks it for a pass, it comes layer by layer.
 
-What a pass is for shows in how many tokens it brings. Several are a prompt, or after an answer a further turn;
-one, once there is a prompt, is a decode step. All else, masks, scores, budgets, what is evicted and when, are the
-passes of `steps`.
+What a pass is for shows in how many tokens it brings. Several are a prompt, or after an answer a further
+turn; one, once there is a prompt, is a decode step. All else, masks, scores, budgets, what is evicted and
+when, are the passes of `steps`.
 
-Shape letters: B batch, T tokens of a pass, H query heads, G KV heads, N slots, D head dim, W last queries of a
-prompt, X retention sets.
+Shape letters: B batch, T tokens of a pass, t those of a part of it, H query heads, G KV heads, N slots, D
+head dim, W last queries of a prompt, X retention sets.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class DrivenConversation:
         self._room: float = 0  # tokens that may come before the cache has to grow
         self._parts: list[Part] = []
         self._queries_BHWD: dict[int, Tensor] = {}  # a layer's, of the last tokens read
-        self._real_BW = real_BT[:, :0]
+        self._real_BW = self._order_BW = real_BT[:, :0]
         self._attention: dict[int, Attention] = {}
 
     @property
@@ -114,6 +114,17 @@ class DrivenConversation:
             ]
         else:
             self._parts, self._reading = [self._chunk_part(real_BT)], True
+
+    def check(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Raise ValueError where a layer's K and V are not like those of the others."""
+        shape = self.cache.shape
+        for name, x in (("K", k_BGTD), ("V", v_BGTD)):
+            size = (x.shape[1], x.shape[3], x.dtype, x.device)
+            if size != (shape.kv_heads, shape.head_dim, self.dtype, self.device):
+                raise ValueError(
+                    f"{name} of layer {layer} has {size[0]} heads of {size[1]}, {x.dtype} on {x.device}; "
+                    f"the cache has {shape.kv_heads} of {shape.head_dim}, {self.dtype} on {self.device}"
+                )
 
     def attend(
         self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, attention: Attention
@@ -148,17 +159,18 @@ class DrivenConversation:
     def forget_from(self, positions_B: Tensor) -> None:
         """Drop the tokens at these positions and after them."""
         for table in self.cache.tables:
-            table.keep(table.position_BXN < positions_B[:, None, None])
+            position_BXN = table.position_BXN
+            table.keep((position_BXN > EMPTY) & (position_BXN < positions_B[:, None, None]))
         self.rows.position_B.copy_(positions_B)
 
     def _remember(self, layer: int, q_BHTD: Tensor) -> None:
         """The last queries of a prompt, which score it when it is evicted."""
-        window = self.eviction.window
-        if window == 0:
+        if self.eviction.window == 0:
             return
         if layer in self._queries_BHWD:
             q_BHTD = torch.cat((self._queries_BHWD[layer], q_BHTD), dim=2)
-        self._queries_BHWD[layer] = q_BHTD[:, :, -window:].clone()
+        order_BHWD = self._order_BW[:, None, :, None].expand(-1, q_BHTD.shape[1], -1, q_BHTD.shape[3])
+        self._queries_BHWD[layer] = q_BHTD.gather(2, order_BHWD)
 
     def _forget_queries(self) -> None:
         self._queries_BHWD, self._real_BW = {}, self._real_BW[:, :0]
@@ -182,20 +194,25 @@ class DrivenConversation:
         filled = int(base_B.max())
         whole = bool(real_BT.all()) and bool((cache.mean_B == filled).all())
         count_B = real_BT.sum(-1)
+        # Padding lands in the last slot, which no prompt fills.
+        slots_BT = torch.where(real_BT, base_B[:, None] + offset_BT, cache.shape.slots - 1)
+        left_T = torch.arange(length, 0, -1, device=self.device)
         step = chunk_pass(
             self.method,
             torch.where(real_BT, rows.position_B[:, None] + offset_BT, EMPTY),
-            # Padding lands in the last slot, which no prompt fills.
-            torch.where(real_BT, base_B[:, None] + offset_BT, cache.shape.slots - 1),
-            int((base_B + count_B).max()),
+            slots_BT,
+            # As if no padding came between a token and the last one.
+            int(torch.where(real_BT, slots_BT + left_T, 0).max()),
             filled if whole else None,
         )
         view = CacheView(cache, step)
         for table in cache.tables:
             table.free_BX.copy_((base_B + count_B)[:, None])
         rows.position_B.add_(count_B)
-        if self.eviction.window:
-            self._real_BW = torch.cat((self._real_BW, real_BT), dim=1)[:, -self.eviction.window :]
+        if self.eviction.window:  # of the last tokens, behind all padding
+            real_BW = torch.cat((self._real_BW, real_BT), dim=1)
+            self._order_BW = real_BW.int().argsort(dim=-1, stable=True)[:, -self.eviction.window :]
+            self._real_BW = real_BW.gather(1, self._order_BW)
         return Part(view, slice(0, length))
 
     def _end_prompt(self) -> None:

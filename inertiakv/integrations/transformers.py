@@ -3,31 +3,33 @@
     cache = InertiaCache(model, EvictionConfig(compression=0.9, refresh=4))
     model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
 
-A model of transformers hands K and V to its cache, and then looks up in its config what attends. The cache writes
-its own name there for as long as that takes: what it registers under it, a maker of masks and an attention
-function, puts back what was there before it does anything else. Nothing of the model is changed beyond that.
+A model of transformers hands K and V to its cache, and then looks up in its config what attends. The cache
+writes its own name there for as long as that takes: what is registered under it, a maker of masks and an
+attention function, puts back what was there before it does anything else. Nothing else of the model is
+touched.
 
-Shape letters: B batch, T tokens of a pass, S all tokens so far with their padding, H query heads, G KV heads, D
-head dim, L tokens that a sliding layer still has.
+Shape letters: B batch, T tokens of a pass, S all tokens so far with their padding, H query heads, G KV heads,
+D head dim, L tokens that a sliding layer still has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..attention import Softmax, visible
+from ..cache import SlotCache
 from ..config import EvictionConfig
 from ..eviction import EMPTY
 from ..learned import LearnedScorer, load_scorer
 from ..view import LayerView, Seen
+from .checks import check_implementation, check_model, check_rule, of_evicted_layers
 from .driven import Attention, DrivenConversation
 
 NAME = "inertiakv"
@@ -38,15 +40,15 @@ class InertiaCache(Cache):
     """Keeps no more of each row's KV cache than its budget. One model's, and one conversation's: a further
     `generate` with it goes on with what it has kept, `reset` forgets.
 
-    * `model`: a decoder of transformers whose attention goes through `AttentionInterface`. Layers with a sliding
-      window are left alone where others have none.
+    * `model`: a decoder of transformers whose attention goes through `AttentionInterface`. Layers with a
+      sliding window are left alone where others have none.
     * `eviction`: the rule. Budgets, positions and evictions are those of `Decoder`.
 
-    `generate` gives it prompts of different lengths padded on the left. It does not say when a row has ended, so
-    that such a row takes in its padding until the others have ended; where the next turn's attention mask leaves
-    that out, it is forgotten. Nor does it say where a prompt ends: it does with the first single token. With
-    `prefill_chunk_size`, a last chunk of one token counts as the first decode step, and each chunk of a further
-    turn as a turn.
+    Prompts of different lengths are padded on the left. `generate` does not say when a row has ended: it goes
+    on with its padding until the others have ended, and where the next turn's attention mask leaves that out,
+    it is forgotten. Nor does it say where a prompt ends: before the first token that comes alone. So with
+    `prefill_chunk_size` a last chunk of one token is the first decode step, and each chunk of a further turn
+    is a turn.
 
     Raises ValueError for a model or a rule that cannot work so, and later for what cannot be right: beams,
     assisted decoding, training, attention weights as an output, masks that are not causal.
@@ -54,17 +56,22 @@ class InertiaCache(Cache):
 
     def __init__(self, model: Any, eviction: EvictionConfig = EvictionConfig()) -> None:  # noqa: B008 (immutable)
         self._config = model.config.get_text_config(decoder=True)
-        _check_model(model, self._config)
+        check_model(model, self._config)
         windows = [getattr(layer, "sliding_window", None) for layer in self._own_layers()]
         self._windows = windows
         # Where all layers slide, all are evicted, under their windows.
         self._evicted = [i for i, w in enumerate(windows) if w is None] or list(range(len(windows)))
-        self.eviction = _of_evicted_layers(_check_rule(eviction), self._evicted, windows)
+        self.eviction = of_evicted_layers(check_rule(eviction), self._evicted, windows)
         self._learned: LearnedScorer | None = None
         super().__init__(layers=[])
         self.reset()
 
     # What is asked of it by users.
+
+    @property
+    def slots(self) -> SlotCache | None:
+        """K, V and tables of the layers that are evicted, None before the first pass."""
+        return None if self._driven is None else self._driven.cache
 
     @property
     def sequence_tokens(self) -> list[int]:
@@ -74,14 +81,14 @@ class InertiaCache(Cache):
     @property
     def kept_tokens(self) -> list[float]:
         """Tokens that each row holds, in the mean over its retention sets."""
-        return [] if self._driven is None else self._driven.cache.mean_B.tolist()
+        return [] if self.slots is None else self.slots.mean_B.tolist()
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes that K and V hold now, as allocated, those of layers left alone among them."""
         alone = [(layer.keys, layer.values) for layer in self.layers if isinstance(layer, DynamicLayer)]
         own = sum(t.untyped_storage().nbytes() for pair in alone for t in pair if t is not None)
-        return own + (0 if self._driven is None else self._driven.cache.allocated_bytes)
+        return own + (0 if self.slots is None else self.slots.allocated_bytes)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -102,15 +109,15 @@ class InertiaCache(Cache):
         if self._handed_over:
             self._give_back()
             raise ValueError(
-                f"layer {self._layer} did not ask {NAME!r} to attend: the model does not use AttentionInterface"
+                f"layer {self._layer} attends without {NAME!r}: the model does not use AttentionInterface"
             )
         if layer_idx != self._layer:
             raise ValueError(
-                f"layer {layer_idx} comes where layer {self._layer} should: a forward pass was broken off, and the "
-                "cache is of no use until `reset()`"
+                f"layer {layer_idx} comes where layer {self._layer} should: a forward pass was broken off. "
+                "Call the cache's reset()"
             )
-        self._handed_over = True
         self._lend()
+        self._handed_over = True
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -146,19 +153,20 @@ class InertiaCache(Cache):
         layer, self._handed_over = self._layer, False
         if attention.window != self._windows[layer]:
             raise ValueError(
-                f"layer {layer} attends with a window of {attention.window}, its config says {self._windows[layer]}"
+                f"layer {layer} has a window of {attention.window}, by its config {self._windows[layer]}"
             )
+        length = q_BHTD.shape[2]
+        if layer == 0:
+            self._place(len(q_BHTD), length, mask_BS, q_BHTD.device)
         try:
-            length = q_BHTD.shape[2]
-            if layer == 0:
-                self._place(len(q_BHTD), length, mask_BS, q_BHTD.device)
             assert self._position_BS is not None
             if layer not in self._evicted:
                 out_BHTD = self._attend_alone(q_BHTD, k_BGTD, v_BGTD, attention)
             else:
                 if layer == self._evicted[0]:
-                    self._begin(k_BGTD, v_BGTD, self._position_BS[:, -length:] > EMPTY)
+                    self._begin(k_BGTD, self._position_BS[:, -length:] > EMPTY)
                 assert self._driven is not None
+                self._driven.check(layer, k_BGTD, v_BGTD)
                 out_BHTD = self._driven.attend(self._evicted.index(layer), q_BHTD, k_BGTD, v_BGTD, attention)
                 if layer == self._evicted[-1]:
                     self._driven.end()
@@ -172,46 +180,45 @@ class InertiaCache(Cache):
 
     def _place(self, batch: int, length: int, mask_BS: Tensor | None, device: torch.device) -> None:
         """Number the new tokens of each row, without their padding."""
+        old_BS, past = self._position_BS, self._past
+        if old_BS is None:
+            old_BS = torch.empty(batch, 0, dtype=torch.int64, device=device)
         if mask_BS is None:
-            mask_BS = torch.ones(batch, self._past + length, dtype=torch.bool, device=device)
-        if mask_BS.shape != (batch, self._past + length):
+            mask_BS = torch.ones(batch, past + length, dtype=torch.bool, device=device)
+        if batch != len(old_BS):
+            raise ValueError(f"{batch} rows for a cache of {len(old_BS)}")
+        if mask_BS.shape != (batch, past + length):
             raise ValueError(
-                f"an attention mask of {list(mask_BS.shape)} for {batch} rows of {self._past + length} tokens"
+                f"an attention mask of {list(mask_BS.shape)} for {batch} rows of {past + length} tokens"
             )
-        real_BT = mask_BS[:, self._past :]
-        if self._position_BS is None:
-            start_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-            self._position_BS = start_B1[:, :0]
-        elif batch != len(self._position_BS):
-            raise ValueError(f"{batch} rows for a cache of {len(self._position_BS)}")
-        else:
-            if length > 1:
-                self._follow(self._position_BS, mask_BS[:, : self._past])
-            start_B1 = self._position_BS.amax(-1, keepdim=True) + 1
-        if length > 1 and bool((real_BT[:, :-1] & ~real_BT[:, 1:]).any()):
-            raise ValueError("padding after a token: pad prompts on the left")
+        real_BT = mask_BS[:, past:]
+        if length > 1:
+            if bool((real_BT.any(-1) & ~real_BT[:, -1]).any()):
+                raise ValueError("padding after a row's last token: pad prompts on the left")
+            if past:
+                old_BS = self._follow(old_BS, mask_BS[:, :past])
+        start_B1 = torch.nn.functional.pad(old_BS, (1, 0), value=EMPTY).amax(-1, keepdim=True) + 1
         new_BT = torch.where(real_BT, start_B1 + real_BT.cumsum(-1) - 1, EMPTY)
-        self._position_BS = torch.cat((self._position_BS, new_BT), dim=1)
+        self._position_BS = torch.cat((old_BS, new_BT), dim=1)
 
-    def _follow(self, position_BS: Tensor, mask_BS: Tensor) -> None:
-        """A further turn may leave out what rows took in after they had ended."""
+    def _follow(self, position_BS: Tensor, mask_BS: Tensor) -> Tensor:
+        """The positions of former tokens where a further turn leaves out what rows took in after they had
+        ended."""
         length_B1 = mask_BS.sum(-1, keepdim=True)
         kept_BS = torch.where(position_BS < length_B1, position_BS, EMPTY)
         if not torch.equal(kept_BS > EMPTY, mask_BS):
             raise ValueError(
-                "the attention mask is not that of the former turns: of these tokens, only the last ones of a row "
+                "the attention mask is not that of the former turns: of their tokens, only a row's last ones "
                 "can be left out"
             )
         if not torch.equal(kept_BS, position_BS):
             assert self._driven is not None
             self._driven.forget_from(length_B1[:, 0])
-            position_BS.copy_(kept_BS)
+        return kept_BS
 
-    def _begin(self, k_BGTD: Tensor, v_BGTD: Tensor, real_BT: Tensor) -> None:
+    def _begin(self, k_BGTD: Tensor, real_BT: Tensor) -> None:
         driven = self._driven
         if driven is None:
-            if k_BGTD.shape != v_BGTD.shape:
-                raise ValueError(f"K is {list(k_BGTD.shape)} and V {list(v_BGTD.shape)}: they must be alike")
             windows = [self._windows[i] for i in self._evicted]
             driven = DrivenConversation(self.eviction, windows, real_BT, k_BGTD, self._scorer(k_BGTD))
             self._driven = driven
@@ -223,7 +230,7 @@ class InertiaCache(Cache):
         heads = self._config.num_attention_heads
         sizes = SimpleNamespace(num_heads=heads, num_kv_heads=k_BGTD.shape[1], head_dim=k_BGTD.shape[3])
         dtype = torch.promote_types(k_BGTD.dtype, torch.float32)
-        return load_scorer(self.eviction.scorer_file, sizes, device=k_BGTD.device, dtype=dtype)  # type: ignore[arg-type]
+        return load_scorer(self.eviction.scorer_file, sizes, device=k_BGTD.device, dtype=dtype)
 
     def _attend_alone(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, attention: Attention) -> Tensor:
         """Of a sliding layer, over what it still has and the new tokens."""
@@ -244,8 +251,12 @@ class InertiaCache(Cache):
         return DynamicCache(config=self._config).layers
 
     def _lend(self) -> None:
-        if not isinstance(self._config._attn_implementation, _Lent):
-            self._config._attn_implementation = _Lent(self, self._config._attn_implementation)
+        name = self._config._attn_implementation
+        if isinstance(name, _Lent) and name.cache is self:
+            return
+        name = name.before if isinstance(name, _Lent) else name  # which another cache could not take back
+        check_implementation(name)
+        self._config._attn_implementation = _Lent(self, name)
 
     def _give_back(self) -> None:
         name = self._config._attn_implementation
@@ -298,8 +309,8 @@ def _borrowed(config: Any) -> InertiaCache:
     name = config._attn_implementation
     if not isinstance(name, _Lent):
         raise ValueError(
-            f"attn_implementation={NAME!r} is set by InertiaCache alone: set another one, and give `generate` "
-            "past_key_values=InertiaCache(model, ...)"
+            f"attn_implementation={NAME!r} is set by InertiaCache alone: set another one, and call generate "
+            "with past_key_values=InertiaCache(model, ...)"
         )
     config._attn_implementation = name.before
     return name.cache
@@ -331,11 +342,15 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function, [B, T, H, D]."""
-    cache = _borrowed(module.config)
+    config: Any = module.config
+    cache = _borrowed(config)
     with_gradients = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
     for wrong, what in (
         (module.training or with_gradients, "train: call model.eval(), and the model under torch.no_grad()"),
-        (kwargs.get("output_attentions"), "return attention weights: leave out output_attentions"),
+        (
+            kwargs.get("output_attentions") or config.output_attentions,
+            "return attention weights: leave out output_attentions",
+        ),
         (kwargs.get("position_bias") is not None, "attend with position biases"),
         (attention_mask is not None and attention_mask.dim() != 2, "take a mask of its own: give a 2D one"),
         (not getattr(module, "is_causal", True), "look ahead"),
@@ -348,51 +363,6 @@ def _attention(
     attention = Attention(sliding_window, scale, softmax)
     out_BHTD = cache.attend(query, key, value, attention_mask, attention)
     return out_BHTD.transpose(1, 2).contiguous(), None
-
-
-def _check_model(model: Any, config: Any) -> None:
-    """Raise ValueError for a model whose attention is not ours to replace."""
-    name = type(model).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder and a decoder: InertiaCache is for decoders alone")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ValueError(f"{name} does not use AttentionInterface, through which InertiaCache attends")
-    if config._attn_implementation not in AttentionMaskInterface():
-        raise ValueError(
-            f"{name} has attn_implementation={config._attn_implementation!r}, which makes masks of its own: "
-            "load it with 'sdpa'"
-        )
-    if getattr(config, "attention_chunk_size", None) is not None:
-        raise ValueError(f"{name} attends within chunks, which InertiaCache does not know")
-    for index, layer in enumerate(DynamicCache(config=config).layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise ValueError(f"layer {index} of {name} is no attention with K and V of its own")
-
-
-def _check_rule(eviction: object) -> EvictionConfig:
-    """Raise ValueError for a rule that needs more than attention sees."""
-    if type(eviction) is not EvictionConfig:
-        raise ValueError(f"InertiaCache takes an EvictionConfig, as policy(name) gives it; got {eviction!r}")
-    reasons = {
-        "reconstruction": "gives the prompt to the model once more",
-        "expected_attention": "undoes rotations, of which models of transformers have many kinds",
-    }
-    if eviction.scorer in reasons:
-        raise ValueError(f"scorer={eviction.scorer!r} {reasons[eviction.scorer]}: use Decoder")
-    return eviction
-
-
-def _of_evicted_layers(
-    eviction: EvictionConfig, evicted: list[int], windows: list[int | None]
-) -> EvictionConfig:
-    """The rule with the layers that score counted among those that are evicted."""
-    for layer in eviction.layers or ():
-        if layer not in evicted:
-            kind = f"slides over {windows[layer]} tokens" if layer < len(windows) else "does not exist"
-            raise ValueError(f"layer {layer} cannot score: it {kind}")
-    if eviction.layers is None:
-        return eviction
-    return replace(eviction, layers=tuple(map(evicted.index, eviction.layers)))
 
 
 def _register() -> None:
