@@ -13,7 +13,7 @@ import torch
 
 import scripts.bench as bench
 import scripts.bench_table as bench_table
-from inertiakv import Decoder, memory, policy
+from inertiakv import Decoder, EvictionConfig, memory, policy
 from inertiakv.graphs import Graphs
 from scripts.benchmarking import (
     KVPRESS_PACKAGES,
@@ -345,13 +345,26 @@ def test_rivals_go_on_with_their_caches() -> None:
     setting = case(batch=2)
     expected = Decoder(setting.model, None, compile=False).generate(setting.prompts(), 12, eos_token_ids=())
     for name in ("transformers", "transformers-static"):
-        contender = rivals.Transformers(name, setting)
+        contender = rivals.Transformers(name, setting, 10)
         contender.start()
         assert len(contender.steps(4)) == 4
         assert len(contender.steps(5)) == 5
         generated = contender.ids[:, 100:].tolist()
         assert generated == expected.tokens
         assert contender.cache().kept == [111, 61]
+
+
+def test_generate_evicts_as_our_decoder_does() -> None:
+    setting = case(batch=2)
+    rule = EvictionConfig(budget=10)
+    expected = Decoder(setting.model, rule, compile=False).generate(setting.prompts(), 12, eos_token_ids=())
+    contender = rivals.Transformers("transformers-inertiakv", setting, 10)
+    contender.start()
+    contender.steps(4)
+    contender.steps(5)
+    assert contender.ids[:, 100:].tolist() == expected.tokens
+    assert contender.cache().kept == [10, 10]
+    assert contender.cache().allocated == expected.stats.cache_bytes
 
 
 def test_experts_count_as_far_as_rows_choose_them() -> None:

@@ -16,7 +16,7 @@ from inertiakv import POLICIES, EvictionConfig, policy
 from models.config import parse_dtype
 from models.quantize import QUANTIZED
 
-from .rivals import RIVALS, check_rival
+from .rivals import RIVALS, check_rival, evicts
 from .shapes import SHAPES, shape
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -88,7 +88,11 @@ def parse(argv: Sequence[str], description: str | None) -> Options:
     names = [*policies, *args.against]
     if not names:
         raise ValueError("nothing to measure: give --policies or --against")
-    if changes and not any(config is not None for config in policies.values()) and not _evict(args.against):
+    if (
+        changes
+        and not any(config is not None for config in policies.values())
+        and not any(map(evicts, args.against))
+    ):
         raise ValueError(f"--{next(iter(changes))} has no effect: nothing here evicts")
     if args.quantize and args.against:
         raise ValueError(f"{args.against[0]} cannot share quantised weights: give --against none")
@@ -248,10 +252,6 @@ def _device(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     return torch.device(name)
-
-
-def _evict(rivals: Sequence[str]) -> bool:
-    return any(name.startswith("kvpress") for name in rivals)
 
 
 def _common_period(policies: dict[str, EvictionConfig | None], against: Sequence[str]) -> int:

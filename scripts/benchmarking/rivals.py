@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inertiakv import memory
+from inertiakv import EvictionConfig, memory
 from models import Transformer
 from models.checkpoint import checkpoint_views
 from models.moe import Experts
@@ -21,7 +21,7 @@ from .contender import CacheUse, Case, Start
 from .machine import synchronize
 from .traffic import kv_bytes
 
-RIVALS = ("transformers", "transformers-static", "kvpress", "kvpress4")
+RIVALS = ("transformers", "transformers-static", "transformers-inertiakv", "kvpress", "kvpress4")
 KVPRESS_HINT = (
     "kvpress is not installed here; it needs an older transformers, so an environment of its own: "
     f"`python -m venv .kvpress && .kvpress/bin/pip install {KVPRESS_PACKAGES}`, then "
@@ -32,7 +32,12 @@ KVPRESS_HINT = (
 
 def rival(name: str, case: Case, budget: int) -> Transformers | KVPress:
     """The contender of one of the names in RIVALS. `budget`: tokens to keep, where it evicts at all."""
-    return KVPress(name, case, budget) if name.startswith("kvpress") else Transformers(name, case)
+    return KVPress(name, case, budget) if name.startswith("kvpress") else Transformers(name, case, budget)
+
+
+def evicts(name: str) -> bool:
+    """Whether a rival keeps to a budget."""
+    return name.startswith("kvpress") or name == "transformers-inertiakv"
 
 
 def check_rival(name: str) -> None:
@@ -81,7 +86,8 @@ class Rival:
 
 
 class Transformers(Rival):
-    """`generate` of transformers, greedy: a dynamic cache with SDPA, or a static one, compiled.
+    """`generate` of transformers, greedy: a dynamic cache with SDPA, a static one, compiled, or an
+    `InertiaCache` under the paper's rule.
 
     A step is what lies between two calls of a logits processor. Every block of steps is one call of
     `generate`, which goes on with the cache of the one before it; what a call takes to begin counts nowhere.
@@ -89,13 +95,23 @@ class Transformers(Rival):
     mask that a static cache needs.
     """
 
+    def __init__(self, name: str, case: Case, budget: int) -> None:
+        super().__init__(name, case)
+        self.budget = budget
+
     def start(self) -> Start:
         from transformers import DynamicCache, StaticCache
 
+        if self._evicts and self.case.skip_prefill:
+            raise ValueError("it chooses what to keep while it reads its prompt")
         self._prepare()
         longest = max(self.lengths)
         if self.name == "transformers-static":
             self.kv = StaticCache(config=self.hf.config, max_cache_len=longest + self.case.new_tokens)
+        elif self._evicts:
+            from inertiakv.integrations.transformers import InertiaCache  # needs a newer one than kvpress
+
+            self.kv = InertiaCache(self.hf, EvictionConfig(budget=self.budget))
         else:
             self.kv = DynamicCache(config=self.hf.config)
         self.ids = torch.zeros(self.case.batch, longest, dtype=torch.int64, device=self.device)
@@ -123,6 +139,8 @@ class Transformers(Rival):
         return [1000 * (stamps[i + 1] - stamps[i]) for i in range(count)]
 
     def cache(self) -> CacheUse:
+        if self._evicts:
+            return CacheUse([round(kept) for kept in self.kv.kept_tokens], self.kv.allocated_bytes)
         # The last token chosen has not been fed yet.
         return CacheUse((self.mask.sum(-1) - 1).tolist(), self._allocated())
 
@@ -152,6 +170,10 @@ class Transformers(Rival):
         )
         self._append(out[:, self.ids.shape[1] :])
         return stamps
+
+    @property
+    def _evicts(self) -> bool:
+        return evicts(self.name)
 
     @property
     def _compiles(self) -> bool:
