@@ -10,6 +10,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..config import EvictionConfig
 
+NAME = "inertiakv"
+"""Of the attention function, as `attn_implementation`."""
+
 
 def check_model(model: Any, config: Any) -> None:
     """Raise ValueError for a model whose attention is not ours to replace."""
@@ -27,11 +30,10 @@ def check_model(model: Any, config: Any) -> None:
 
 
 def check_implementation(name: str | None) -> None:
-    """Raise ValueError for an attention implementation under which the cache would not be asked for masks."""
-    if name not in AttentionMaskInterface():
-        raise ValueError(
-            f"attn_implementation={name!r} makes no masks: set 'sdpa', which the cache then replaces"
-        )
+    """Raise ValueError for an attention implementation under which the cache would not be asked for masks, or
+    that is ours already, set by hand."""
+    if name not in AttentionMaskInterface() or (type(name) is str and name == NAME):
+        raise ValueError(f"InertiaCache cannot stand in for attn_implementation={name!r}: set 'sdpa', say")
 
 
 def check_rule(eviction: object) -> EvictionConfig:

@@ -29,11 +29,8 @@ from ..config import EvictionConfig
 from ..eviction import EMPTY
 from ..learned import LearnedScorer, load_scorer
 from ..view import LayerView, Seen
-from .checks import check_implementation, check_model, check_rule, of_evicted_layers
+from .checks import NAME, check_implementation, check_model, check_rule, of_evicted_layers
 from .driven import Attention, DrivenConversation
-
-NAME = "inertiakv"
-"""Of the attention function, as `attn_implementation`."""
 
 
 class InertiaCache(Cache):
@@ -238,7 +235,10 @@ class InertiaCache(Cache):
         k_BGLD, v_BGLD = self.layers[self._layer].update(k_BGTD, v_BGTD)
         window, scale, softmax = attention
         length, held = q_BHTD.shape[2], k_BGLD.shape[2]
-        query_BT, position_BXL = self._position_BS[:, -length:], self._position_BS[:, None, -held:]
+        # A window counts padding, too, and what the layer has still is counted so.
+        column_S = torch.arange(self._position_BS.shape[1], device=q_BHTD.device)
+        column_BS = torch.where(self._position_BS > EMPTY, column_S, EMPTY)
+        query_BT, position_BXL = column_BS[:, -length:], column_BS[:, None, -held:]
         masks = {window: visible(position_BXL, query_BT, window)} if length == 1 else {}
         nothing_BXT = position_BXL[..., :0]
         seen = Seen(query_BT, nothing_BXT, position_BXL, masks, {}, "dense", held, None)
