@@ -88,17 +88,13 @@ class DrivenConversation:
         self._real_BW = self._order_BW = real_BT[:, :0]
         self._attention: dict[int, Attention] = {}
 
-    @property
-    def batch(self) -> int:
-        return self.cache.shape.batch
-
     def begin(self, real_BT: Tensor) -> None:
-        """A pass. Those of its tokens that are not real are padding, which comes before them."""
-        length, windowed = real_BT.shape[1], self.eviction.evict_at == "first_step"
+        """A pass. Those of its tokens that are not real are padding; a row's last one is real, if any is."""
+        length, at_first_step = real_BT.shape[1], self.eviction.evict_at == "first_step"
         if length == 1 and (self._reading or self.turn_step > 0):
             if self._reading:
                 self._end_prompt()
-            if self.turn_step == 0 and windowed:
+            if self.turn_step == 0 and at_first_step:
                 self._parts = [self._evicting_part(real_BT, slice(0, 1))]
             else:
                 self._parts = [self._decode_part(real_BT)]
@@ -107,7 +103,7 @@ class DrivenConversation:
         if self.turn_step > 0:
             self._begin_turn()
         self._hold(real_BT)
-        if further and windowed:  # the turn's last token is the first step of a new refresh schedule
+        if further and at_first_step:  # the turn's last token is the first step of a new refresh schedule
             self._parts = [
                 self._chunk_part(real_BT[:, :-1]),
                 self._evicting_part(real_BT[:, -1:], slice(length - 1, length)),
