@@ -90,7 +90,7 @@ CALLS: dict[str, tuple[Callable[[Any, InertiaCache], Any], str]] = {
         lambda m, c: generate(m, *padded(prompts(30)), 4, c, prompt_lookup_num_tokens=2),
         "cannot go back, as assisted decoding",
     ),
-    "crop": (lambda m, c: c.crop(-1), "what it has evicted is gone"),
+    "crop": (lambda m, c: c.crop(-1), "what it evicted is gone"),
     "repeat": (lambda m, c: c.batch_repeat_interleave(2), "cannot be repeated"),
     "select": (lambda m, c: c.batch_select_indices(torch.tensor([0])), "cannot be selected"),
     "weights": (

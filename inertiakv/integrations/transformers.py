@@ -130,10 +130,10 @@ class InertiaCache(Cache):
         raise ValueError("beams cannot share an InertiaCache: generate with num_beams=1")
 
     def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError("an InertiaCache cannot go back: what it has evicted is gone")
+        raise ValueError("an InertiaCache cannot go back, as assisted decoding does: what it evicted is gone")
 
     def activate_past_recording(self) -> NoReturn:
-        raise ValueError("an InertiaCache cannot go back, as assisted decoding would have to")
+        self.crop()
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
         raise ValueError("rows of an InertiaCache cannot be repeated")
