@@ -1,12 +1,11 @@
 """A model on 2 and on 4 processes is the model on one: logits, tokens, kept sets, utilities.
 
-The processes are started once, and each runs all cases.
+The processes run once, and each of them all cases (worker.py).
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 from compile_tests.parallel.cases import BY_SIZE, COMPILED, FAMILIES, LENGTHS, RULES, Case, run
-from compile_tests.parallel.worker import GONE
+from compile_tests.parallel.worker import PATIENCE
 from inertiakv.ranks import ALONE
 from models.checkpoint import SINGLE, read_header
 
@@ -25,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZES = (2, 4)
 EAGER = FAMILIES | RULES
 RUN = [(name, size) for size in SIZES for name in BY_SIZE[size] if name in EAGER]
-PATIENCE = 300
 Found = dict[str, Any]
 
 
@@ -35,26 +33,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("parallel")
     for case in EAGER.values():
         case.make(root)
-    for size in SIZES:
-        processes = start(root, size)
-        try:
-            codes = [process.wait(PATIENCE) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert codes == [GONE if rank == 1 else 0 for rank in range(size)]
-    return root
-
-
-def start(root: Path, size: int) -> list[subprocess.Popen[bytes]]:
-    """Processes in the environment that torchrun gives them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [sys.executable, "-m", "compile_tests.parallel.worker", str(root)]
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"} for rank in range(size)]
-    return [subprocess.Popen(command, cwd=ROOT, env=os.environ | shared | of_rank) for of_rank in own]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+    return root
 
 
 @pytest.fixture(scope="module")
