@@ -20,6 +20,8 @@ from compile_tests.parallel.worker import PATIENCE
 from inertiakv.ranks import ALONE
 from models.checkpoint import SINGLE, read_header
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (2, 4)
 EAGER = FAMILIES | RULES

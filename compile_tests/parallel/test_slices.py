@@ -129,6 +129,7 @@ def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         assert joining == (ALONE, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_decode_with_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One answer, that of one process, from a model whose KV head both ranks hold."""
     tiny_chat(tmp_path / "model", heads=4, kv_heads=1)
