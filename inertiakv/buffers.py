@@ -3,12 +3,21 @@ caches that go."""
 
 from __future__ import annotations
 
+import torch
+
 from . import memory
 from .cache import CacheShape, SlotCache, bucket
 from .config import Scope
-from .protocol import LanguageModel
+from .protocol import LanguageModel, Sizes
 from .recording import Recorder
 from .rows import Rows
+
+
+def prefill_bytes(sizes: Sizes, batch: int, chunk: int, dtype: torch.dtype) -> int:
+    """What a chunk of a prompt takes on its way through the model, beside caches: an estimate, a few
+    activations as wide as the widest layer."""
+    width = max(sizes.hidden_size, sizes.intermediate_size, sizes.num_heads * sizes.head_dim)
+    return 6 * batch * chunk * width * max(4, dtype.itemsize)
 
 
 class Buffers:
@@ -71,14 +80,9 @@ class Buffers:
     def require(self, batch: int, prompt_slots: int, decode_slots: int, chunk: int) -> None:
         """Raise MemoryError, with an estimate, where a request does not fit beside what is allocated."""
         held = 0 if self._decode_cache is None else self._decode_cache.allocated_bytes
-        width = max(
-            self.config.hidden_size,
-            self.config.intermediate_size,
-            self.config.num_heads * self.config.head_dim,
-        )
         parts = {
             "prompt cache": self.shape(batch, prompt_slots).nbytes(self.dtype) if prompt_slots else 0,
             "decode cache": max(0, self.shape(batch, decode_slots).nbytes(self.dtype) - held),
-            "prefill": 6 * batch * chunk * width * max(4, self.dtype.itemsize),
+            "prefill": prefill_bytes(self.config, batch, chunk, self.dtype),
         }
         memory.require(parts, self.device)

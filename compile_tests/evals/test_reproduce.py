@@ -25,7 +25,7 @@ def test_parts_can_be_run(scale: Callable[[], dict[str, reproduce.Part]], tmp_pa
         args = options.parse(evaluation.Arguments, argv, prog="", description="")
         rules = choose_rules(args.rule.policies.split(","), [float(args.rule.compression.split(",")[0])], [])
         asked |= {rule.policy for rule in rules}
-        lengths = evaluation.numbers("lengths", args.task.lengths, int)
+        lengths = options.numbers("lengths", args.task.lengths, int)
         evaluation.check_tasks(args.task, registry.expand(args.task.tasks.split(",")), lengths)
     assert asked >= set(POLICIES)
 

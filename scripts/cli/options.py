@@ -16,6 +16,7 @@ import torch
 import tyro
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 """An option that is given or not."""
@@ -69,6 +70,14 @@ def _choices(expected: re.Match[str]) -> str:
     """The choices in order, without the None that stands for an option that is not given."""
     names = re.findall(r"'([^']*)'", expected[1])
     return "Choose from " + ", ".join(sorted(name for name in names if name != "None"))
+
+
+def numbers(option: str, text: str | None, kind: Callable[[str], N]) -> list[N]:
+    """The numbers that an option lists, each once. Raises ValueError for what is none."""
+    try:
+        return list(dict.fromkeys(map(kind, text.split(",")))) if text is not None else []
+    except ValueError:
+        raise ValueError(f"--{option} takes numbers joined by commas, got {text!r}") from None
 
 
 def run(main: Callable[[], None]) -> int:

@@ -1,0 +1,115 @@
+"""How long a decode step takes: reading the weights, or the arithmetic with them, and reading K and V."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from scripts.benchmarking import traffic
+
+from .devices import Device, Kind
+from .rank import Rank
+from .room import Request, Room
+
+CLEARLY = 1.1
+"""By so much more time than reading takes, what it takes is arithmetic."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A step that was measured, and what reading would take at the machine's bandwidth, in seconds."""
+
+    kind: Kind
+    weights_in: str
+    """The dtype of the weights, or their quantisation."""
+    batch: int
+    seconds: float
+    weights: float
+    kv: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Parts of the bandwidth that weights, and K and V, are read with."""
+
+    weights: float
+    kv: float
+    flops: float | None
+    """Operations a second, where a batch was measured that is bound by them."""
+    source: str
+
+    def seconds(self, sample: Sample) -> float:
+        """What such a step takes, by these shares."""
+        arithmetic = 0.0 if self.flops is None else sample.flops / self.flops
+        return max(sample.weights / self.weights, arithmetic) + sample.kv / self.kv
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between ranks. Each all-reduce takes the latency, and moves 2 (R - 1) / R of its bytes over R ranks."""
+
+    bandwidth: float
+    latency: float
+
+    def all_reduce(self, size: float, ranks: int) -> float:
+        return self.latency + 2 * (ranks - 1) / ranks * size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Step:
+    limit: float
+    """Seconds that no implementation can do without: weights once, kept K and V once, at full bandwidth."""
+    parts: dict[str, float]
+    """Seconds, by what they are spent on."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.parts, key=lambda part: self.parts[part])
+
+
+def fit(samples: Sequence[Sample], source: str) -> Shares | None:
+    """The shares that describe these steps best, by the least squares of relative deviations; None where
+    they do not tell weights from K and V. Single rows say how fast things are read, batches how much time
+    arithmetic takes beyond that."""
+    single = [sample for sample in samples if sample.batch == 1]
+    columns = torch.tensor([[s.weights / s.seconds, s.kv / s.seconds] for s in single], dtype=torch.float64)
+    if len(single) < 2 or torch.linalg.matrix_rank(columns, rtol=0.01) < 2:
+        return None
+    slopes = torch.linalg.lstsq(columns, torch.ones(len(single), 1, dtype=torch.float64)).solution
+    weights, kv = slopes[:, 0].tolist()
+    if weights <= 0 or kv <= 0:
+        return None
+    left = [(s, s.seconds - kv * s.kv) for s in samples if s.batch > 1]
+    rates = [s.flops / seconds for s, seconds in left if seconds > CLEARLY * weights * s.weights]
+    return Shares(1 / weights, 1 / kv, statistics.median(rates) if rates else None, source)
+
+
+def step(
+    rank: Rank, room: Room, request: Request, rows: int, device: Device, shares: Shares, link: Link | None
+) -> Step:
+    """What a step of so many rows takes, on all ranks at once.
+
+    K and V are read slot by slot, taken or not; on a GPU a step that scores reads K once more.
+    """
+    config, itemsize = rank.config, rank.model.dtype.itemsize
+    limit = traffic.step_bytes(rank.model, [room.kept] * rows) / device.bandwidth
+    read = traffic.weight_bytes(rank.model, rows) / (device.bandwidth * shares.weights)
+    rate = device.flops.get(itemsize) or (shares.flops if device.kind == "cpu" else None)
+    arithmetic = 0.0 if rate is None else 2 * rank.active * rows / rate
+    kv = rows * room.decode_kv / (device.bandwidth * shares.kv)
+    scored = request.refresh_share
+    parts = {"weights": read} if read >= arithmetic else {"arithmetic": arithmetic}
+    parts["K and V"] = kv * (1 + scored / 2) if device.kind == "cuda" else kv
+    if link is not None and rank.ranks > 1:
+        hidden = link.all_reduce(rows * config.hidden_size * itemsize, rank.ranks)
+        scores = link.all_reduce(rows * room.slots * 4, rank.ranks)
+        parts["all-reduce"] = 2 * config.num_layers * hidden + scored * scores
+    return Step(limit, parts)
