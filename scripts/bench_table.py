@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's o
 
 from evals.reporting.table import markdown_table
 from scripts.benchmarking import KVPRESS_PACKAGES, report, results
+from scripts.planning import check
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -50,6 +51,16 @@ python scripts/bench.py --merge kvpress.json
 ```
 """
 
+PREDICTIONS = """\
+## What scripts/plan.py predicts
+
+Each step above of a policy, and what [`scripts/plan.py`](../scripts/plan.py) makes of it: the bytes of the
+weights, and of K and V as allocated, each read with a share of the bandwidth, and from some batch on the time
+of arithmetic instead of the weights'. The shares are fitted to all these steps. *Held out* is the error where
+they are fitted to all but those of the row's file, dtype, context and batch; "-" where nothing else tells
+them, as with the only batch, or the only context of a dtype.
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
@@ -77,7 +88,8 @@ def make_page(folder: Path) -> str:
     files = sorted(folder.glob("*.json"))
     if not files:
         raise ValueError(f"no results files in {folder}")
-    return "\n".join([INTRODUCTION, *(section(file.name, results.read(file)) for file in files)])
+    sections = [section(file.name, results.read(file)) for file in files]
+    return "\n".join([INTRODUCTION, *sections, *predictions(files)])
 
 
 def section(name: str, result: dict[str, Any]) -> str:
@@ -104,6 +116,15 @@ def section(name: str, result: dict[str, Any]) -> str:
     lines += [f"* {report.scaling_line(line)}" for line in result.get("scaling", ())]
     lines += [f"* Left out: {report.skipped_line(skipped)}" for skipped in result.get("skipped", ())]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def predictions(files: Sequence[Path]) -> list[str]:
+    """What is predicted of the steps in the files, where their model is a known shape."""
+    rows = check.predict(check.measured(files))
+    if not rows:
+        return []
+    lines = "\n".join(f"* {line}" for line in check.summary(rows))
+    return [PREDICTIONS, f"{markdown_table(check.table(rows))}\n", f"{lines}\n" if lines else ""]
 
 
 if __name__ == "__main__":

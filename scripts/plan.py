@@ -18,6 +18,7 @@ Tables go to stdout, or with --json one object. The exit code is 0, or 2 where s
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -141,10 +142,11 @@ def run(args: Arguments, command: str) -> None:
     check_output(output, args.request.policy)
     plan = make(args)
     found = {**plan.as_json(), "notes": notes(plan), "command": command}
-    if output.out is not None:
-        output.out.write_text(tables.page(found, command), encoding="utf-8")
     if output.plot is not None:
         chart.paint_plan(output.plot, found)
+    if output.out is not None:
+        picture = output.plot and os.path.relpath(output.plot, output.out.parent)
+        output.out.write_text(tables.page(found, picture), encoding="utf-8")
     print(json.dumps(found) if output.json else tables.text(found))
 
 

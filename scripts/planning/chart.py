@@ -9,29 +9,31 @@ from evals.reporting.figures import draw
 
 
 def paint_plan(file: Path, plan: dict[str, Any]) -> None:
-    """Two panels: token/s, of one session and of all that fit; and how many fit, beside what the kept tokens
+    """Two panels: token/s, of all sessions that fit and of one; and how many fit, beside what the kept tokens
     alone would promise."""
-    lines: dict[str, list[dict[str, Any]]] = {}
+    places: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for point in plan["sweep"]:
-        lines.setdefault(f"{point['context']:,} tokens, ranks: {point['ranks']}", []).append(point)
+        places.setdefault((point["ranks"], point["context"]), []).append(point)
 
     def paint(figure: Any, axes: Any) -> None:
         speed, sessions = axes
-        for number, (label, points) in enumerate(lines.items()):
+        for number, ((ranks, context), points) in enumerate(places.items()):
             evicted = [100 * point["compression"] for point in points]
             promised = [points[0]["sessions"] / (1 - point["compression"]) for point in points]
-            for axis, style, what, values in (
-                (speed, "-", "one session", [point["tokens_per_second_of_one"] for point in points]),
-                (speed, "--", "all that fit", [point["tokens_per_second_of_all"] for point in points]),
-                (sessions, "-", "read one by one", [point["sessions"] for point in points]),
-                (sessions, ":", "read together", [point["largest_batch"] for point in points]),
-                (sessions, "-.", "by kept tokens alone", promised),
+            label = f"{context:,} tokens, {ranks} rank{'s' * (ranks > 1)}"
+            for axis, style, values in (
+                (speed, "-", [point["tokens_per_second_of_all"] for point in points]),
+                (speed, ":", [point["tokens_per_second_of_one"] for point in points]),
+                (sessions, "-", [point["sessions"] for point in points]),
+                (sessions, ":", [point["largest_batch"] for point in points]),
+                (sessions, "--", promised),
             ):
-                axis.plot(evicted, values, style, color=f"C{number}", label=f"{label}, {what}")
-        title = f"{plan['model']['name']} on {plan['device']['name']}, {plan['sweep'][0]['policy']}"
-        speed.set(title=title, ylabel="token/s", yscale="log")
-        sessions.set(xlabel="% of the prompt evicted", ylabel="sessions", yscale="symlog", ylim=(0, None))
-        for axis in axes:
-            axis.legend(frameon=False, fontsize=7)
+                axis.plot(evicted, values, style, color=f"C{number}", label=label if style == "-" else None)
+        name = f"{plan['model']['name']} on {plan['device']['name']}, {plan['sweep'][0]['policy']}"
+        speed.set(title=f"{name}: all sessions that fit (dotted: one)", ylabel="token/s", yscale="log")
+        how = "prompts read one by one (dotted: together; dashed: by kept tokens alone)"
+        sessions.set(title=f"sessions that fit, {how}", ylabel="sessions", yscale="symlog", ylim=(0, None))
+        sessions.set_xlabel("% of the prompt evicted")
+        speed.legend(frameon=False)
 
     draw(file, 2, (9, 4), paint)

@@ -102,8 +102,7 @@ def shares_of(rows: Sequence[Measured]) -> dict[tuple[Kind, str], Shares]:
         groups.setdefault(row.group, []).append(row)
     found = {}
     for (kind, weights_in), group in groups.items():
-        steps = f"{len(group)} steps in {len({row.setting for row in group})} settings"
-        source = f"measured on {kind} in {weights_in}: {steps}"
+        source = f"from {len(group)} steps measured on {kind} in {weights_in}"
         if shares := fit([row.sample for row in group], source):
             found[kind, weights_in] = shares
     return found
@@ -118,7 +117,7 @@ def table(rows: Sequence[Measured]) -> list[list[str]]:
 def _line(row: Measured) -> list[str]:
     predicted = "-" if row.predicted is None else f"{row.predicted:.2f}"
     errors = [error(row.predicted, row.ms), error(row.held_out, row.ms)]
-    shown = ["-" if value is None else f"{value:+.0%}" for value in errors]
+    shown = ["-" if value is None else f"{value:+.1%}" for value in errors]
     where = [row.name, row.file, row.dtype, f"{row.context:,}", str(row.batch)]
     return [*where, f"{row.ms:.2f}", predicted, *shown]
 
@@ -138,7 +137,7 @@ def summary(rows: Sequence[Measured]) -> list[str]:
         if known:
             middle, worst = statistics.median(known), max(known)
             lines.append(
-                f"{what}: {len(known)} steps, off by {middle:.0%} in the median, {worst:.0%} at most"
+                f"{what}: {len(known)} steps, off by {middle:.1%} in the median, {worst:.1%} at most"
             )
     return lines + [describe(shares) for shares in shares_of(rows).values()]
 

@@ -71,10 +71,11 @@ def promises(plan: dict[str, Any]) -> list[str]:
             continue
         fewer, more = whole["kept_tokens"] / room["kept_tokens"], room["sessions"] / whole["sessions"]
         count = f"{more:.1f} times more sessions ({whole['sessions']:,} to {room['sessions']:,})"
+        where = f"{room['policy']} at {room['context']:,} tokens, ranks: {room['ranks']}"
         lines.append(
-            f"{room['policy']} at {room['context']:,} tokens, ranks: {room['ranks']}: {fewer:.1f} times fewer "
-            f"tokens are {count} where prompts are read one by one; read together, "
-            f"{whole['largest_batch']:,} rows fit with the full cache, {room['largest_batch']:,} evicted"
+            f"{where}: {fewer:.1f} times fewer tokens are {count} where prompts are read one by one; "
+            f"{whole['largest_batch']:,} rows with the full cache and {room['largest_batch']:,} evicted fit "
+            "where they are read together"
         )
     return lines
 
@@ -84,10 +85,19 @@ def text(plan: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def page(plan: dict[str, Any], command: str) -> str:
+def page(plan: dict[str, Any], picture: str | None) -> str:
+    """As Markdown; `picture`: the address of its chart, if there is one."""
     title = f"# {plan['model']['name']} on {plan['device']['name']}: a plan"
-    lead = [f"`{command}`", "nothing here was measured", *about(plan)]
-    parts = [title, _bullets(lead), rooms(plan).markdown(), _bullets(promises(plan)), steps(plan).markdown()]
+    chart = f"![Token/s and sessions by compression]({picture})" if picture else ""
+    lead = [f"`{plan['command']}`", "but for the shares nothing here was measured", *about(plan)]
+    parts = [
+        title,
+        _bullets(lead),
+        rooms(plan).markdown(),
+        _bullets(promises(plan)),
+        chart,
+        steps(plan).markdown(),
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
