@@ -22,7 +22,7 @@ from compile_tests.tiny_chat import tiny_chat
 from evals.rules import choose_rules
 from inertiakv import POLICIES, Decoder
 from models import load_model
-from scripts import decode, trace, train_scorer
+from scripts import decode, plan, trace, train_scorer
 from scripts import eval as evaluation
 from scripts import report as reporting
 from scripts.cli import options
@@ -39,6 +39,7 @@ UNDERSTOOD: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         lambda args: choose_rules(args.rule.policies.split(","), [], []),
     ),
     "scripts/report.py": (reporting.Arguments, lambda args: None),
+    "scripts/plan.py": (plan.Arguments, lambda args: plan.make(args).as_json()),
 }
 
 
@@ -187,6 +188,14 @@ def test_the_demo_is_what_make_runs() -> None:
     argv = command.replace("$(DEMO_ARGS)", "").split()[2:]
     args = decode.options.parse(decode.Arguments, argv, prog="decode.py", description="")
     assert [name for name, _ in decode.choose_policies(args.policy)] == ["lazy4", "full"]
+
+
+def test_the_sessions_of_the_largest_backbone_are_the_planned_ones() -> None:
+    page = (ROOT / "benchmarks/llama-3.3-70b-plan.md").read_text(encoding="utf-8")
+    fits = table(page.split("## What fits")[1].split("## How fast")[0])
+    full, evicted = (row for row in fits if row[1:3] == ["2", "65,000"])
+    assert f"holds {evicted[9]} sessions of 65,000 tokens instead of {full[9]}" in " ".join(README.split())
+    assert f"and {evicted[8]} instead of {full[8]} if they are read together" in " ".join(README.split())
 
 
 def test_the_table_of_speeds_is_the_measured_one() -> None:

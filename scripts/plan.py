@@ -18,6 +18,7 @@ Tables go to stdout, or with --json one object. The exit code is 0, or 2 where s
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -43,6 +44,8 @@ from scripts.cli import options
 from scripts.planning import chart, check, devices, tables
 from scripts.planning.plans import FULL, Plan
 from scripts.planning.speed import Link, Shares
+
+ALL_REDUCE_US = 10.0
 
 NotGiven = tyro.conf.arg(help_behavior_hint="")
 Numbers = Annotated[str, tyro.conf.arg(metavar="N,...")]
@@ -78,7 +81,7 @@ class DeviceOptions:
     """Devices that a model is split over: heads, MLPs and the vocabulary head, evenly."""
     interconnect_gb_per_s: Annotated[float | None, NotGiven] = None
     """Between ranks: an all-reduce moves 2 (R - 1) / R of its bytes. Left out, it takes no time."""
-    all_reduce_us: float = 10.0
+    all_reduce_us: Annotated[float | None, tyro.conf.arg(help_behavior_hint="(default: 10)")] = None
     """What an all-reduce takes however small it is, in microseconds; there are two a layer."""
     share: Annotated[float | None, NotGiven] = None
     """Share of the bandwidth that weights, K and V are read with, instead of those that were measured."""
@@ -165,7 +168,8 @@ def make(args: Arguments) -> Plan:
     """All that the arguments say. Raises ValueError where they make no sense."""
     given, request = args.device, args.request
     name, config = args.model.model, read_config(args.model.model)
-    dtype = config.stored_dtype if args.model.dtype == "auto" else parse_dtype(args.model.dtype)
+    dtype = parse_dtype(args.model.dtype) if args.model.dtype != "auto" else config.stored_dtype
+    dtype = dtype or torch.bfloat16
     ranks, contexts, batches = (
         whole_numbers(option, text)
         for option, text in (("ranks", given.ranks), ("context", request.context), ("batch", request.batch))
@@ -185,7 +189,7 @@ def make(args: Arguments) -> Plan:
     return Plan(
         name=name,
         config=config,
-        dtype=dtype or torch.bfloat16,
+        dtype=dtype,
         quantize=args.model.quantize,
         device=device,
         shares=shares,
@@ -229,14 +233,18 @@ def chosen_rule(request: RequestOptions) -> EvictionConfig | None:
 
 
 def make_link(given: DeviceOptions, ranks: Sequence[int]) -> Link | None:
+    microseconds = given.all_reduce_us
     if given.interconnect_gb_per_s is None:
+        if microseconds is not None:
+            raise ValueError("--all-reduce-us has no effect without --interconnect-gb-per-s")
         return None
     devices.check_positive("interconnect-gb-per-s", given.interconnect_gb_per_s)
     if max(ranks) == 1:
         raise ValueError("--interconnect-gb-per-s has no effect with one rank")
-    if given.all_reduce_us < 0:
-        raise ValueError(f"--all-reduce-us must be at least 0, got {given.all_reduce_us:g}")
-    return Link(1e9 * given.interconnect_gb_per_s, 1e-6 * given.all_reduce_us)
+    microseconds = ALL_REDUCE_US if microseconds is None else microseconds
+    if not 0 <= microseconds < math.inf:
+        raise ValueError(f"--all-reduce-us must be at least 0, got {microseconds:g}")
+    return Link(1e9 * given.interconnect_gb_per_s, 1e-6 * microseconds)
 
 
 def choose_shares(share: float | None, kind: devices.Kind, weights_in: str) -> Shares:

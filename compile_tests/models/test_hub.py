@@ -102,6 +102,24 @@ def test_offline_from_the_hub_cache(tmp_path: Path) -> None:
     assert hub.find_folder("owner/name") == (folder, "hub repository owner/name (cached)")
 
 
+def test_a_config_comes_without_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub.find_config(str(tmp_path)) == tmp_path / "config.json"
+    with pytest.raises(ConnectionError):
+        hub.find_config("owner/name")
+    with pytest.raises(ValueError, match="no hub name"):
+        hub.find_config("name")
+    folder = in_hub_cache(tmp_path, "owner/name")
+    (folder / "config.json").write_text("{}")
+    assert hub.find_config("owner/name") == folder / "config.json"
+    asked: list[Any] = []
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda _, **options: asked.append(options) or str(tmp_path)
+    )
+    assert hub.find_config("other/name") == tmp_path / "config.json"
+    assert [options["allow_patterns"] for options in asked] == [["config.json"]]
+
+
 @pytest.mark.parametrize("absent", ["config.json", SINGLE])
 def test_broken_off_download_is_not_used(tmp_path: Path, absent: str) -> None:
     folder = in_hub_cache(tmp_path, "owner/name")

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from inertiakv.attention import choose_backend
 from models import parse_config
 from models.config import parse_dtype
 from scripts.benchmarking import results, traffic
@@ -62,7 +65,7 @@ def _rows(result: dict[str, Any], file: str) -> Iterator[Measured]:
     for dtype in dict.fromkeys(contender["dtype"] for contender in result["contenders"]):
         rank = rank_of(config, parse_dtype(dtype), about["quantize"], 1)
         for contender in result["contenders"]:
-            if contender["dtype"] != dtype or "graphs" not in contender or "merged_from" in contender:
+            if contender["dtype"] != dtype or not _is_ours(contender, kind):
                 continue
             bandwidth, batch = 1e9 * contender["read_gb_per_s"], contender["batch"]
             sample = Sample(
@@ -75,6 +78,14 @@ def _rows(result: dict[str, Any], file: str) -> Iterator[Measured]:
                 2 * rank.active * batch,
             )
             yield Measured(file, contender["name"], dtype, contender["context"], batch, sample)
+
+
+def _is_ours(contender: dict[str, Any], kind: Kind) -> bool:
+    """Whether it is a policy, compiled, with the attention that it would have by itself."""
+    if not contender.get("graphs", {}).get("compiled") or "merged_from" in contender:
+        return False
+    usual = choose_backend("auto", torch.device(kind), parse_dtype(contender["dtype"]), compiled=True)
+    return contender["attention"] == usual
 
 
 def predict(rows: Sequence[Measured]) -> list[Measured]:
