@@ -44,15 +44,17 @@ MEMORY = "inertiakv:coupling=temporal:step_alpha=0.95"
 POOLED = ("inertiakv:pool=13", "lazy4:pool=13", "score_free:pool=13")
 SWEPT = ("inertiakv", "lazy4", "tova", "snapkv", "keydiff", "streaming_llm")
 """Policies that are run at every compression."""
-SCORED = tuple(
-    f"inertiakv:scorer={name}" for name in ("value_norm", "entropy", "keydiff", "key_norm", "recency")
+FURTHER = (
+    *(f"inertiakv:scorer={name}" for name in ("value_norm", "entropy", "keydiff", "key_norm", "recency")),
+    "rehearsed",
 )
-"""Beside attention: the order of two of them is much as its own, that of the others is not."""
+"""Scorers beside attention, of which the order of two is much like its own and that of the others is not; and
+what the paper does not have."""
 COSTLY = "kvzip"
 """Reads each prompt more than twice again: run on fewer samples."""
 
 NAMED = (
-    *(name for name in POLICIES if name != COSTLY),
+    *(name for name in POLICIES if name not in (COSTLY, *FURTHER)),
     *(f"inertiakv:alpha={alpha}" for alpha in ALPHAS),
     *(f"inertiakv:coupling={coupling}" for coupling in COUPLINGS),
     MEMORY,
@@ -96,7 +98,7 @@ def small() -> dict[str, Part]:
     return {
         "policies": part(NAMED, 8),
         "compressions": part(SWEPT, 8, COMPRESSIONS),
-        "scorers": part(SCORED, 8),
+        "further": part(FURTHER, 8),
         COSTLY: part((COSTLY,), 4),
     }
 
@@ -104,7 +106,7 @@ def small() -> dict[str, Part]:
 def full() -> dict[str, Part]:
     return {
         "ruler": Part(("ruler",), (*NAMED, COSTLY), (4096, 16384), 500),
-        "ruler-scorers": Part(("ruler",), SCORED, (4096, 16384), 500),
+        "ruler-further": Part(("ruler",), FURTHER, (4096, 16384), 500),
         "ruler-compressions": Part(("ruler",), SWEPT, (4096, 16384), 500, COMPRESSIONS),
         "longbench": Part(("longbench",), (*NAMED, COSTLY)),
         "longbench-compressions": Part(("longbench",), SWEPT, (), None, COMPRESSIONS),
