@@ -73,9 +73,7 @@ class Engine:
         if self.record and (eviction is None or not eviction.scores_one_set):
             raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
         if self.record and eviction is not None and eviction.draft:
-            raise ValueError(
-                f"record takes the steps of an answer, and not draft={eviction.draft} of a draft"
-            )
+            raise ValueError(f"record takes the steps of an answer, and not those of draft={eviction.draft}")
         if self.repeat_prefix and (eviction is None or eviction.scorer != "reconstruction"):
             raise ValueError("repeat_prefix has no effect without scorer='reconstruction'")
         aggregation = None if eviction is None else self._aggregation(eviction)
