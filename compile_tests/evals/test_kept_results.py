@@ -13,7 +13,7 @@ from evals.records import read_records
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 TABLE = re.compile(
-    r"<!-- measured( \d+)? -->\n\| rule \| evicted \| (.*?) \|\n\|.*\n(.*?)<!-- /measured -->", re.S
+    r"<!-- measured( \d+)? -->\n\| rule \| evicted \| (.*?) \|\n\|[^\n]*\n(.*?)<!-- /measured -->", re.S
 )
 
 
