@@ -24,8 +24,12 @@ def check_model(model: Any, config: Any) -> None:
     check_implementation(config._attn_implementation)
     if getattr(config, "attention_chunk_size", None) is not None:
         raise ValueError(f"{name} attends within chunks, which InertiaCache does not know")
-    for index, layer in enumerate(DynamicCache(config=config).layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+    layers = DynamicCache(config=config).layers
+    # Some versions make layers of other kinds as if they were attention.
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        known = kind in ("full_attention", "sliding_attention")
+        if not known or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise ValueError(f"layer {index} of {name} is no attention with K and V of its own")
 
 
