@@ -102,8 +102,8 @@ class Transformers(Rival):
     def start(self) -> Start:
         from transformers import DynamicCache, StaticCache
 
-        if self._evicts and self.case.skip_prefill:
-            raise ValueError("it chooses what to keep while it reads its prompt")
+        # What evicts chooses what to keep by its prompt, and reads it in any case.
+        synthetic = self.case.skip_prefill and not self._evicts
         self._prepare()
         longest = max(self.lengths)
         if self.name == "transformers-static":
@@ -120,7 +120,7 @@ class Transformers(Rival):
             self.ids[row, longest - len(tokens) :] = torch.tensor(tokens, device=self.device)
             self.mask[row, longest - len(tokens) :] = 1
         first_token_ms = None
-        if self.case.skip_prefill:
+        if synthetic:
             self._fill()
             self._append(self.ids[:, -1:])
         else:
@@ -130,7 +130,7 @@ class Transformers(Rival):
         if self._compiles and self.device.type == "cpu":
             self.hf.set_attn_implementation("eager")
         self.extra["attention"] = self.hf.config._attn_implementation
-        return Start("synthetic prompt" if self.case.skip_prefill else "prefill", first_token_ms)
+        return Start("synthetic prompt" if synthetic else "prefill", first_token_ms)
 
     def steps(self, count: int) -> list[float]:
         stamps = self._generate(count + 1)
