@@ -5,10 +5,9 @@ Examples:
   python scripts/decode.py --prompt-file book.txt --policy lazy4 --compression 0.95
   cat report.txt question.txt | python scripts/decode.py - --budget 512 --compare full
   python scripts/decode.py --prompts-jsonl questions.jsonl --json > answers.json
-  torchrun --nproc-per-node 2 scripts/decode.py --prompt-file book.txt --model meta-llama/Llama-3.1-8B
 
-Answers go to stdout, progress and a closing summary to stderr. The exit code is 0, or 2 where the
-command line or a file is wrong.
+Processes that torchrun starts hold the model together. Answers go to stdout, progress and a closing
+summary to stderr. The exit code is 0, or 2 where the command line or a file is wrong.
 """
 
 from __future__ import annotations
