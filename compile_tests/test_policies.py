@@ -144,19 +144,19 @@ def test_memory_is_that_of_the_fullest_set_and_the_counts_are_those_of_the_sched
         length > budget for length in request.lengths for budget in budgets(config, request.budget, length)
     )
     fed = int(evicted and config is not None and config.evict_at == "first_step")
-    slots = 0
+    slots, room = 0, max(request.new_tokens, 0 if config is None else config.draft)
     for row, length in enumerate(request.lengths):
         of_sets = budgets(config, request.budget, length)
         if name in ("adakv", "adakv_ea", "kvzip") and length > request.budget:
             of_sets = [len(state.kept) for state in states(decoder, row)]
         for budget in of_sets:
-            slots = max(slots, min(budget + 1, min(budget, length + fed) + request.new_tokens + 1))
+            slots = max(slots, min(budget + 1, min(budget, length + fed) + room + 1))
     of_slot = 2 * LAYERS * KV_HEADS * HEAD_DIM * FLOAT64 * len(request.prompts)
     assert stats.cache_bytes == bucket(slots) * of_slot
     assert decoder.cache.allocated_bytes == stats.cache_bytes
 
     steps = request.new_tokens - 1
-    lazy = {"lazy2": 2, "lazy4": 4, "lazy8": 8, "lazy16": 16}
+    lazy = {"lazy2": 2, "lazy4": 4, "lazy8": 8, "lazy16": 16, "rehearsed": 4}
     once = ("score_free", "snapkv", "pyramidkv", "adakv", "adakv_ea", "kvzip")
     never = ("full", "streaming_llm")
     scored = 0 if name in never else 1 if name in once else math.ceil(steps / lazy.get(name, 1))
