@@ -205,6 +205,13 @@ def test_the_sessions_of_the_largest_backbone_are_the_planned_ones() -> None:
     assert f"and {evicted[8]} instead of {full[8]} if they are read together" in " ".join(README.split())
 
 
+def test_the_time_of_generate_with_the_cache_is_the_measured_one() -> None:
+    result = json.loads((ROOT / "benchmarks" / "smollm2-135m-cpu-generate.json").read_text(encoding="utf-8"))
+    ratios = {c["dtype"]: c["ratio"] for c in result["contenders"] if c["name"] == "transformers-inertiakv"}
+    said = f"take {ratios['bfloat16']:.2f} (bfloat16) and {ratios['float32']:.2f} (float32) of the time"
+    assert said in " ".join(README.split())
+
+
 def test_the_table_of_speeds_is_the_measured_one() -> None:
     results = json.loads((ROOT / "benchmarks/smollm2-135m-cpu.json").read_text())
     measured = {(c["name"], c["dtype"]): c for c in results["contenders"] if c["batch"] == 1}
