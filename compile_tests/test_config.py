@@ -97,7 +97,7 @@ def test_a_config_cannot_be_changed_and_can_be_a_key() -> None:
         ({"protect_prompt": True, "sinks": 4}, "sinks=4 has no effect with protect_prompt=True"),
         ({"draft": -1}, "draft must be a whole number of at least 0, got -1"),
         ({"draft": 4, "drafts": 0}, "drafts must be a whole number of at least 1, got 0"),
-        ({"drafts": 2}, "drafts=2 has no effect with draft=0"),
+        ({"drafts": 2}, r"drafts=2 has no effect with draft=0 \(give draft, 64 say\)"),
         ({"draft": 4, "scorer": "keydiff"}, "draft=4 has no effect with scorer='keydiff'"),
         ({"draft": 4, "scorer": "none"}, "draft=4 has no effect with scorer='none'"),
         ({"draft": 4, "evict_at": "prompt", "window": 8}, "draft=4 has no effect with evict_at='prompt'"),

@@ -160,3 +160,17 @@ def test_results_are_not_overwritten_by_what_comes_later() -> None:
     decoder.decode(5)
     decoder.generate(random_prompt(50), 5)
     assert (out.tokens[0], out.stats.sequence_tokens, out.stats.refreshes) == (tokens, sequence, kept)
+
+
+def test_a_draft_stays_within_the_models_positions() -> None:
+    spy = Spy(tiny_model(17, max_positions=64))
+    decoder = decoder_for(spy, EvictionConfig(budget=12, draft=20))
+    decoder.generate(random_prompt(43), 3)
+    assert max(max(map(max, positions)) for positions in spy.positions) == 63
+    with pytest.raises(ValueError, match="44 tokens and 21 for a draft exceed the model's 64 positions by 1"):
+        decoder.generate(random_prompt(44), 3)
+    decoder.generate(random_prompt(20), 3)
+    with pytest.raises(ValueError, match="46 tokens and 20 for a draft exceed the model's 64 positions by 2"):
+        decoder.extend(random_prompt(23, 1), max_new_tokens=3)
+    within = decoder_for(tiny_model(17, max_positions=64), EvictionConfig(budget=60, draft=20))
+    assert len(within.generate(random_prompt(50), 3, eos_token_ids=[]).tokens[0]) == 3

@@ -144,7 +144,7 @@ def test_memory_is_that_of_the_fullest_set_and_the_counts_are_those_of_the_sched
         length > budget for length in request.lengths for budget in budgets(config, request.budget, length)
     )
     fed = int(evicted and config is not None and config.evict_at == "first_step")
-    slots, room = 0, max(request.new_tokens, 0 if config is None else config.draft)
+    slots, room = 0, max(request.new_tokens, config.draft if evicted and config is not None else 0)
     for row, length in enumerate(request.lengths):
         of_sets = budgets(config, request.budget, length)
         if name in ("adakv", "adakv_ea", "kvzip") and length > request.budget:

@@ -230,7 +230,7 @@ class EvictionConfig:
         if self.draft:
             self._check_draft()
         else:
-            self._refuse("draft=0", "drafts")
+            self._refuse("draft=0 (give draft, 64 say)", "drafts")
         if self.window == 0 and self.draft == 0:
             self._refuse("a single query", "window_by")
         elif self.scorer != "attention":

@@ -200,7 +200,7 @@ class Decoder:
             if not fed:
                 row.insert(0, token)
         totals = [n + len(row) for n, row in zip(lengths, rows, strict=True)]
-        check_positions(totals, max_new_tokens, self.model.config.max_positions)
+        check_positions(totals, max_new_tokens, self.model.config.max_positions, self._engine.drafted)
         self._engine.buffers.check_place(self.model)
         self._latest = None
         with self._whole():
@@ -247,9 +247,11 @@ class Decoder:
     def _begin(self, lengths: list[int], max_new_tokens: int) -> Conversation:
         """Start a conversation with room for prompts of these lengths, once nothing speaks against it."""
         buffers, config = self._engine.buffers, self.model.config
-        drafted = self._engine.drafted
-        check_positions(lengths, max(max_new_tokens, drafted), config.max_positions)
+        check_positions(lengths, max_new_tokens, config.max_positions)
         budgets = Budgets(self.eviction, lengths, config.num_layers)
+        drafted = self._engine.drafted if budgets.overfull else 0
+        # A draft follows the answer's first token.
+        check_positions(lengths, max_new_tokens, config.max_positions, drafted + 1 if drafted else 0)
         if isinstance(self.eviction, AdaptiveAlpha) and len(lengths) > 1:
             raise ValueError(f"an adaptive alpha is one row's: {len(lengths)} prompts cannot share it")
         slots, longest = budgets.decode_slots(max(max_new_tokens, drafted)), max(lengths)

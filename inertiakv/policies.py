@@ -100,6 +100,10 @@ def policy(name: str, **changes: object) -> EvictionConfig | None:
         changes.setdefault("scorer_seed", None)
     if changes.get("after", base.after) != "rule":
         changes.setdefault("refresh", 1)  # nothing is scored while decoding
+    if changes.get("draft") == 0:
+        changes.setdefault("drafts", 1)
+        if not changes.get("window", base.window):
+            changes.setdefault("window_by", "mean")
     if changes.get("scorer") == "none":
         for option in OF_SCORES:
             changes.setdefault(option, getattr(EvictionConfig, option))

@@ -39,8 +39,9 @@ def to_rows(prompts: Prompts, vocab_size: int, what: str = "prompt") -> list[lis
     return [[int(token) for token in row] for row in rows]
 
 
-def check_positions(lengths: Sequence[int], new_tokens: int, max_positions: int) -> None:
-    """Raise ValueError where a row would outgrow the positions that the model knows."""
+def check_positions(lengths: Sequence[int], new_tokens: int, max_positions: int, fed: int = 0) -> None:
+    """Raise ValueError where a row would outgrow the positions that the model knows. `fed`: tokens that
+    are fed for a draft."""
     if new_tokens < 0:
         raise ValueError(f"max_new_tokens must not be negative, got {new_tokens}")
     longest = max(lengths)
@@ -50,4 +51,9 @@ def check_positions(lengths: Sequence[int], new_tokens: int, max_positions: int)
         raise ValueError(
             f"{longest} tokens and {new_tokens} new ones exceed the model's {max_positions} positions; "
             f"at most {max_positions - longest} new tokens fit"
+        )
+    if longest + fed > max_positions:
+        raise ValueError(
+            f"{longest} tokens and {fed} for a draft exceed the model's {max_positions} positions by "
+            f"{longest + fed - max_positions}: give a shorter draft"
         )
