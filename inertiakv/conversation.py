@@ -129,13 +129,11 @@ class Conversation:
         with self.timed("first_step"):
             before_BW = self._before(eviction.window)
             draft_BD = before_BW[:, :0]
-            # Else the cache's slots are not those of later steps.
-            stays = self.engine.buffers.is_decode_cache(self.cache)
             if eviction.draft and new and bool(self.cache.overfull_B.any()):
                 for _ in range(eviction.drafts):
                     draft_BD = self._draft(before_BW, draft_BD, new_tokens)
             logits_BV, keep_BXN = self._choose(before_BW, draft_BD, new=new)
-            if stays:
+            if self.engine.buffers.is_decode_cache(self.cache):
                 self.cache.keep(keep_BXN)
             else:
                 self._move_to(self._decode_cache(new_tokens, keep_BXN), keep_BXN)
@@ -152,9 +150,9 @@ class Conversation:
         assert eviction is not None
         end_slot = cache.filled + new + draft_BD.shape[1]
         scoring = engine.aggregation if eviction.scores else None
-        recorder = (
-            engine.buffers.recorder_for(cache) if new and engine.buffers.is_decode_cache(cache) else None
-        )
+        # In another cache slots are not those of later steps.
+        recorded = new and engine.buffers.is_decode_cache(cache)
+        recorder = engine.buffers.recorder_for(cache) if recorded else None
         state = (engine.model, cache, self.rows, engine.method, scoring, before_BW, draft_BD, recorder)
         logits_BV, keep_BXN = evicting_step(*state, new=new, end_slot=end_slot)
         settle(eviction, cache.tables, keep_BXN)

@@ -247,7 +247,6 @@ class Decoder:
     def _begin(self, lengths: list[int], max_new_tokens: int) -> Conversation:
         """Start a conversation with room for prompts of these lengths, once nothing speaks against it."""
         buffers, config = self._engine.buffers, self.model.config
-        check_positions(lengths, max_new_tokens, config.max_positions)
         budgets = Budgets(self.eviction, lengths, config.num_layers)
         drafted = self._engine.drafted if budgets.overfull else 0
         # A draft follows the answer's first token.

@@ -44,19 +44,16 @@ MEMORY = "inertiakv:coupling=temporal:step_alpha=0.95"
 POOLED = ("inertiakv:pool=13", "lazy4:pool=13", "score_free:pool=13")
 SWEPT = ("inertiakv", "lazy4", "tova", "snapkv", "keydiff", "streaming_llm")
 """Policies that are run at every compression."""
-FURTHER = (
-    *(f"inertiakv:scorer={name}" for name in ("value_norm", "entropy", "keydiff", "key_norm", "recency")),
-    "rehearsed",
-)
-"""Scorers beside attention, of which the order of two is much like its own and that of the others is not; and
-what the paper does not have."""
+SCORERS = ("value_norm", "entropy", "keydiff", "key_norm", "recency")
+"""Beside attention, whose order two of them have much like it, and the others not."""
 COSTLY = "kvzip"
 """Reads each prompt more than twice again: run on fewer samples."""
 
 NAMED = (
-    *(name for name in POLICIES if name not in (COSTLY, *FURTHER)),
+    *(name for name in POLICIES if name != COSTLY),
     *(f"inertiakv:alpha={alpha}" for alpha in ALPHAS),
     *(f"inertiakv:coupling={coupling}" for coupling in COUPLINGS),
+    *(f"inertiakv:scorer={scorer}" for scorer in SCORERS),
     MEMORY,
     *POOLED,
 )
@@ -98,7 +95,6 @@ def small() -> dict[str, Part]:
     return {
         "policies": part(NAMED, 8),
         "compressions": part(SWEPT, 8, COMPRESSIONS),
-        "further": part(FURTHER, 8),
         COSTLY: part((COSTLY,), 4),
     }
 
@@ -106,7 +102,6 @@ def small() -> dict[str, Part]:
 def full() -> dict[str, Part]:
     return {
         "ruler": Part(("ruler",), (*NAMED, COSTLY), (4096, 16384), 500),
-        "ruler-further": Part(("ruler",), FURTHER, (4096, 16384), 500),
         "ruler-compressions": Part(("ruler",), SWEPT, (4096, 16384), 500, COMPRESSIONS),
         "longbench": Part(("longbench",), (*NAMED, COSTLY)),
         "longbench-compressions": Part(("longbench",), SWEPT, (), None, COMPRESSIONS),
