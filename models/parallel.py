@@ -49,6 +49,7 @@ def joined(device: str | None = None) -> Iterator[tuple[Ranks, torch.device]]:
         raise ValueError(f"rank {index} needs a GPU of its own; there are {torch.cuda.device_count()}")
 
     import torch.distributed as dist
+    from torch.distributed import nn  # noqa: F401  which would hold the group if imported later, see below
 
     own = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
@@ -63,7 +64,11 @@ def joined(device: str | None = None) -> Iterator[tuple[Ranks, torch.device]]:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise ConnectionError(f"rank {index} has lost another one of {count}: {error}") from error
         raise
-    dist.destroy_process_group()  # not after an error, when it would wait for the others
+    # Not after an error, when it would wait for the others. It has to end the group's threads here: one that
+    # lives on until the interpreter is gone aborts the process. Default arguments of torch.distributed.nn are
+    # whatever group there is when it is first imported, for good.
+    del mesh
+    dist.destroy_process_group()
 
 
 def share(config: ModelConfig, ranks: Ranks) -> tuple[ModelConfig, Ranks]:
