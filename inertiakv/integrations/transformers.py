@@ -45,7 +45,8 @@ class InertiaCache(Cache):
     on with its padding until the others have ended, and where the next turn's attention mask leaves that out,
     it is forgotten. Nor does it say where a prompt ends: before the first token that comes alone. So with
     `prefill_chunk_size` a last chunk of one token is the first decode step, and each chunk of a further turn
-    is a turn.
+    is a turn. After an answer of one token, which takes no step, the prompt goes on: budgets are those of all
+    that comes until the first step.
 
     Raises ValueError for a model or a rule that cannot work so, and later for what cannot be right: beams,
     assisted decoding, training, attention weights as an output, masks that are not causal.
@@ -99,6 +100,7 @@ class InertiaCache(Cache):
 
     # What is asked of it by a model.
 
+    @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -117,9 +119,11 @@ class InertiaCache(Cache):
         self._handed_over = True
         return key_states, value_states
 
+    @torch.compiler.disable
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._past
 
+    @torch.compiler.disable
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         """Asked before a mask is made, which then is ours: none."""
         self._lend()
@@ -316,6 +320,7 @@ def _borrowed(config: Any) -> InertiaCache:
     return name.cache
 
 
+@torch.compiler.disable
 def _mask(**kwargs: Any) -> Tensor | None:
     """No mask at all: the attention function makes them from positions, and takes padding as it is."""
     config = kwargs["config"]
@@ -328,6 +333,7 @@ def _mask(**kwargs: Any) -> Tensor | None:
     return None if mask_BS is None else mask_BS.bool()
 
 
+@torch.compiler.disable
 def _attention(
     module: nn.Module,
     query: Tensor,
