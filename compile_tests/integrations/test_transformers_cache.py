@@ -172,6 +172,19 @@ def test_padding_of_a_row_that_ended_is_forgotten() -> None:
     assert answers["inertiakv"] == answers["plain"]
 
 
+def test_conversations_that_take_turns_do_not_meet() -> None:
+    theirs, _ = pair("llama")
+
+    def talks() -> list[Talk]:
+        return [Talk(theirs, InertiaCache(theirs, RULES[rule])) for rule in ("inertiakv", "h2o")]
+
+    turns = [prompts(60, 33), prompts(9, 14, seed=4)]
+    apart = [[talk.say(rows, 8) for rows in turns] for talk in talks()]
+    first, second = talks()
+    together = [[talk.say(rows, 8) for talk in (first, second)] for rows in turns]
+    assert [list(answers) for answers in zip(*together, strict=True)] == apart
+
+
 def test_reset_forgets() -> None:
     theirs, _ = pair("llama")
     batch = padded(prompts(60, 33))

@@ -101,6 +101,10 @@ CALLS: dict[str, tuple[Callable[[Any, InertiaCache], Any], str]] = {
         lambda m, c: generate(m, *padded(prompts(30)), 4, c, cache_implementation="static"),
         "use only one of the two",
     ),
+    "another model": (
+        lambda m, c: generate(other("phi3"), *padded(prompts(30)), 4, c),
+        "is not the one that this cache was made for",
+    ),
     "crop": (lambda m, c: c.crop(-1), "what it evicted is gone"),
     "repeat": (lambda m, c: c.batch_repeat_interleave(2), "cannot be repeated"),
     "select": (lambda m, c: c.batch_select_indices(torch.tensor([0])), "cannot be selected"),
