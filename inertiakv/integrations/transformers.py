@@ -108,8 +108,8 @@ class InertiaCache(Cache):
         if self._handed_over:
             self._give_back()
             raise ValueError(
-                f"layer {self._layer} attends without {NAME!r}: the model does not use AttentionInterface, or is "
-                "not the one that this cache was made for"
+                f"layer {self._layer} attends without {NAME!r}: the model does not use AttentionInterface, "
+                "or is not the one that this cache was made for"
             )
         if layer_idx != self._layer:
             raise ValueError(
