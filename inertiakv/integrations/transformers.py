@@ -32,6 +32,8 @@ from ..view import LayerView, Seen
 from .checks import NAME, check_implementation, check_model, check_rule, of_evicted_layers
 from .driven import Attention, DrivenConversation
 
+_uncompiled = torch.compiler.disable(reason="InertiaCache runs as it is: compile without fullgraph=True")
+
 
 class InertiaCache(Cache):
     """Keeps no more of each row's KV cache than its budget. One model's, and one conversation's: a further
@@ -47,6 +49,8 @@ class InertiaCache(Cache):
     `prefill_chunk_size` a last chunk of one token is the first decode step, and each chunk of a further turn
     is a turn. After an answer of one token, which takes no step, the prompt goes on: budgets are those of all
     that comes until the first step.
+
+    In a compiled model (`model.compile()`) it runs as it is, between graphs of what else there is.
 
     Raises ValueError for a model or a rule that cannot work so, and later for what cannot be right: beams,
     assisted decoding, training, attention weights as an output, masks that are not causal.
@@ -100,7 +104,7 @@ class InertiaCache(Cache):
 
     # What is asked of it by a model.
 
-    @torch.compiler.disable
+    @_uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -120,11 +124,11 @@ class InertiaCache(Cache):
         self._handed_over = True
         return key_states, value_states
 
-    @torch.compiler.disable
+    @_uncompiled
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._past
 
-    @torch.compiler.disable
+    @_uncompiled
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         """Asked before a mask is made, which then is ours: none."""
         self._lend()
@@ -321,7 +325,7 @@ def _borrowed(config: Any) -> InertiaCache:
     return name.cache
 
 
-@torch.compiler.disable
+@_uncompiled
 def _mask(**kwargs: Any) -> Tensor | None:
     """No mask at all: the attention function makes them from positions, and takes padding as it is."""
     config = kwargs["config"]
@@ -334,7 +338,7 @@ def _mask(**kwargs: Any) -> Tensor | None:
     return None if mask_BS is None else mask_BS.bool()
 
 
-@torch.compiler.disable
+@_uncompiled
 def _attention(
     module: nn.Module,
     query: Tensor,
