@@ -14,11 +14,16 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==/&/p' constraints.txt)
 TYPED := inertiakv models evals
 
+OLDEST := .oldest
+OLDEST_VERSION := $(shell sed -n 's/^transformers==//p' oldest.txt)
+WITH_OLDEST := PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python
+ON_TRANSFORMERS := $(addprefix compile_tests/,integrations models)
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench reproduce clean
+.PHONY: help install demo test test-oldest lint format bench reproduce clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 install: $(STAMP) ## Make the virtual environment, or bring it up to date
 
@@ -28,6 +33,11 @@ demo: $(STAMP) ## Answer a question about a long text: full cache and InertiaKV-
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/.installed ## Run the tests of what uses transformers with the oldest one supported
+	@$(WITH_OLDEST) -c 'import transformers as t; t.__version__ == "$(OLDEST_VERSION)" or \
+		exit(f"transformers {t.__version__} is imported, not $(OLDEST_VERSION): {t.__file__}")'
+	$(WITH_OLDEST) -m pytest -m "not real and not slow" $(ON_TRANSFORMERS) $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .
@@ -45,7 +55,7 @@ reproduce: $(STAMP) ## Put the paper's claims to the test, on a small model
 	$(BIN)/python scripts/reproduce.py $(REPRODUCE_ARGS)
 
 clean: ## Remove the virtual environment, build outputs and caches
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and by its exact version, so that a build of it that is at hand (CPU only, say) is taken as it is.
@@ -54,4 +64,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(OLDEST)/.installed: oldest.txt | $(STAMP)
+	@rm -rf $(OLDEST)
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target $(OLDEST) --requirement oldest.txt
 	@touch $@

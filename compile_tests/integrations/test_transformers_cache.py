@@ -75,6 +75,19 @@ def test_a_further_generate_is_a_further_turn(rule: str) -> None:
     check("qwen3", RULES[rule], [prompts(60, 33), prompts(21, 9, seed=4), prompts(5, 6, seed=5)], 10)
 
 
+@pytest.mark.parametrize("rule", ["inertiakv", "lazy", "window", "snapkv"])
+def test_after_an_answer_of_one_token_the_prompt_goes_on(rule: str) -> None:
+    theirs, ours = pair("qwen3")
+    cache, expected = InertiaCache(theirs, RULES[rule]), decoder(ours, RULES[rule])
+    talk, rows, turn = Talk(theirs, cache), prompts(60, 33), prompts(21, 9, seed=4)
+    first = talk.say(rows, 1)
+    assert cache.kept_tokens == cache.sequence_tokens == [60, 33]
+    prompt = [row + answer + more for row, answer, more in zip(rows, first, turn, strict=True)]
+    assert talk.say(turn, 12) == expected.generate(prompt, 12, eos_token_ids=[]).tokens
+    assert_same_kept(cache, expected, 2)
+    assert cache.kept_tokens == expected.stats.kept_tokens
+
+
 def test_a_prompt_within_its_budget_is_scored_and_kept() -> None:
     cache = check("llama", EvictionConfig(budget=80), [prompts(60, 20)], 24)
     assert cache.kept_tokens == [80, 43]
@@ -157,6 +170,19 @@ def test_padding_of_a_row_that_ended_is_forgotten() -> None:
         if isinstance(cache, InertiaCache):
             assert cache.sequence_tokens == [30 + 12 + 7 + 10 + 3 + 9, 24 + 4 + 5 + 10 + 3 + 9]
     assert answers["inertiakv"] == answers["plain"]
+
+
+def test_conversations_that_take_turns_do_not_meet() -> None:
+    theirs, _ = pair("llama")
+
+    def talks() -> list[Talk]:
+        return [Talk(theirs, InertiaCache(theirs, RULES[rule])) for rule in ("inertiakv", "h2o")]
+
+    turns = [prompts(60, 33), prompts(9, 14, seed=4)]
+    apart = [[talk.say(rows, 8) for rows in turns] for talk in talks()]
+    first, second = talks()
+    together = [[talk.say(rows, 8) for talk in (first, second)] for rows in turns]
+    assert [list(answers) for answers in zip(*together, strict=True)] == apart
 
 
 def test_reset_forgets() -> None:

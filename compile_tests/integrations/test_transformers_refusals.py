@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    CompileConfig,
+)
+from transformers.generation import utils as generation_utils
 
 from compile_tests.integrations.hf import Talk, generate, other, other_config, padded, pair, prompts
 from inertiakv import EvictionConfig, policy
@@ -90,6 +97,14 @@ CALLS: dict[str, tuple[Callable[[Any, InertiaCache], Any], str]] = {
         lambda m, c: generate(m, *padded(prompts(30)), 4, c, prompt_lookup_num_tokens=2),
         "cannot go back, as assisted decoding",
     ),
+    "another cache beside ours": (
+        lambda m, c: generate(m, *padded(prompts(30)), 4, c, cache_implementation="static"),
+        "use only one of the two",
+    ),
+    "another model": (
+        lambda m, c: generate(other("phi3"), *padded(prompts(30)), 4, c),
+        "is not the one that this cache was made for",
+    ),
     "crop": (lambda m, c: c.crop(-1), "what it evicted is gone"),
     "repeat": (lambda m, c: c.batch_repeat_interleave(2), "cannot be repeated"),
     "select": (lambda m, c: c.batch_select_indices(torch.tensor([0])), "cannot be selected"),
@@ -124,6 +139,15 @@ def test_calls_that_cannot_be_right(call: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(model, InertiaCache(model, RULE))
     assert (model.config.to_dict(), model.config._attn_implementation) == (before, "sdpa")
+
+
+def test_generate_says_that_it_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair("llama")
+    batch, said = padded(prompts(30, 20)), []
+    monkeypatch.setattr(generation_utils.logger, "warning_once", lambda text, *_: said.append(text))
+    tokens = generate(model, *batch, 4, InertiaCache(model, RULE), compile_config=CompileConfig())
+    assert tokens == generate(model, *batch, 4, InertiaCache(model, RULE))
+    assert any("Compilation will be skipped" in text for text in said)
 
 
 def test_training() -> None:

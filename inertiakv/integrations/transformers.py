@@ -32,6 +32,8 @@ from ..view import LayerView, Seen
 from .checks import NAME, check_implementation, check_model, check_rule, of_evicted_layers
 from .driven import Attention, DrivenConversation
 
+_uncompiled = torch.compiler.disable(reason="InertiaCache runs as it is: compile without fullgraph=True")
+
 
 class InertiaCache(Cache):
     """Keeps no more of each row's KV cache than its budget. One model's, and one conversation's: a further
@@ -45,7 +47,10 @@ class InertiaCache(Cache):
     on with its padding until the others have ended, and where the next turn's attention mask leaves that out,
     it is forgotten. Nor does it say where a prompt ends: before the first token that comes alone. So with
     `prefill_chunk_size` a last chunk of one token is the first decode step, and each chunk of a further turn
-    is a turn.
+    is a turn. After an answer of one token, which takes no step, the prompt goes on: budgets are those of all
+    that comes until the first step.
+
+    In a compiled model (`model.compile()`) it runs as it is, between graphs of what else there is.
 
     Raises ValueError for a model or a rule that cannot work so, and later for what cannot be right: beams,
     assisted decoding, training, attention weights as an output, masks that are not causal.
@@ -99,6 +104,7 @@ class InertiaCache(Cache):
 
     # What is asked of it by a model.
 
+    @_uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -106,7 +112,8 @@ class InertiaCache(Cache):
         if self._handed_over:
             self._give_back()
             raise ValueError(
-                f"layer {self._layer} attends without {NAME!r}: the model does not use AttentionInterface"
+                f"layer {self._layer} attends without {NAME!r}: the model does not use AttentionInterface, "
+                "or is not the one that this cache was made for"
             )
         if layer_idx != self._layer:
             raise ValueError(
@@ -117,9 +124,11 @@ class InertiaCache(Cache):
         self._handed_over = True
         return key_states, value_states
 
+    @_uncompiled
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._past
 
+    @_uncompiled
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         """Asked before a mask is made, which then is ours: none."""
         self._lend()
@@ -316,6 +325,7 @@ def _borrowed(config: Any) -> InertiaCache:
     return name.cache
 
 
+@_uncompiled
 def _mask(**kwargs: Any) -> Tensor | None:
     """No mask at all: the attention function makes them from positions, and takes padding as it is."""
     config = kwargs["config"]
@@ -328,6 +338,7 @@ def _mask(**kwargs: Any) -> Tensor | None:
     return None if mask_BS is None else mask_BS.bool()
 
 
+@_uncompiled
 def _attention(
     module: nn.Module,
     query: Tensor,
