@@ -156,7 +156,7 @@ def test_memory_is_that_of_the_fullest_set_and_the_counts_are_those_of_the_sched
     assert decoder.cache.allocated_bytes == stats.cache_bytes
 
     steps = request.new_tokens - 1
-    lazy = {"lazy2": 2, "lazy4": 4, "lazy8": 8, "lazy16": 16, "rehearsed": 4}
+    lazy = {"lazy2": 2, "lazy4": 4, "lazy8": 8, "lazy16": 16, "rehearsed": 16}
     once = ("score_free", "snapkv", "pyramidkv", "adakv", "adakv_ea", "kvzip")
     never = ("full", "streaming_llm")
     scored = 0 if name in never else 1 if name in once else math.ceil(steps / lazy.get(name, 1))

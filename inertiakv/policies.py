@@ -39,7 +39,7 @@ POLICIES: dict[str, EvictionConfig | None] = {
     "lazy16": EvictionConfig(refresh=16),
     "score_free": EvictionConfig(refresh="once"),
     # Not in the paper: see "Rehearsing the answer" in the README.
-    "rehearsed": EvictionConfig(refresh=4, coupling="temporal", draft=64, drafts=2, window_by="max", pool=3),
+    "rehearsed": EvictionConfig(refresh=16, coupling="temporal", draft=64, drafts=2, window_by="max", pool=3),
     "single": EvictionConfig(aggregation="single"),
     "cumulative": EvictionConfig(aggregation="cumulative"),
     # arXiv 2306.14048: the sum of attention, half of the budget for the newest tokens. The paper's sums begin
