@@ -68,7 +68,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tasks(data: Path) -> dict[str, Generated]:
-    return {name: make(name, count_words, 42, load_essays(), data) for name in NAMES}
+    return {name: make(f"ruler:{name}", count_words, 42, load_essays(), data) for name in NAMES}
 
 
 def documents(prompt: str) -> list[str]:
