@@ -94,7 +94,8 @@ class EvictionConfig:
     """What a token is worth to several queries that score together."""
     draft: int = 0
     """Tokens of a draft: what the answer would be were the prompt evicted by the first decode step's query
-    alone. It is thrown away; its queries choose what stays of the prompt, together with the first."""
+    alone. It is thrown away; its queries choose what stays of the prompt, together with the first. As long
+    for a short answer as for a long one, so that the one is the beginning of the other."""
     drafts: int = 1
     """Drafts, each from what the one before it has chosen."""
     pool: int = 1

@@ -51,7 +51,7 @@ from scripts.cli.console import say
 from scripts.cli.machine import check_device, loading
 from scripts.evaluating import meta
 from scripts.evaluating.process import Process, run
-from scripts.evaluating.progress import note, summary
+from scripts.evaluating.progress import RecordBar, note, summary
 
 List = Annotated[str | None, tyro.conf.arg(metavar="N,...", help_behavior_hint="")]
 
@@ -164,6 +164,7 @@ def evaluate(args: Arguments, command: str) -> None:
                 registry.Setting(prompting, most, args.task.seed, args.task.samples, essays, args.task.data),
             )
         groups = make_groups(tasks, lengths, args.task.samples)
+        bar = RecordBar(str(process))
         evaluation = Evaluation(
             model,
             prompting,
@@ -172,9 +173,10 @@ def evaluate(args: Arguments, command: str) -> None:
             compile=args.machine.compile,
             attention=args.machine.attention,
             on_compile=lambda what: note(f"compiling the {what} ..."),
+            on_draft=bar.draft,
         )
         about = meta.describe(command, config(args), model, prompting, rules, tasks, essays, process.ranks)
-        records = run(evaluation, groups, args.output.out, process, about, resume=args.output.resume)
+        records = run(evaluation, groups, args.output.out, process, about, bar, resume=args.output.resume)
     report(args.output, records, rules, count(groups, rules))
 
 

@@ -247,7 +247,9 @@ def test_progress_and_the_time_to_go(
 ) -> None:
     times = iter([100.0, 110.0, 131.0, 140.0, 171.0, 172.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
-    bar = progress.RecordBar(2, 7, "eval")
+    bar = progress.RecordBar("eval")
+    bar.begin(2, 7)
+    bar.draft(1, 2)
     for _ in range(5):
         bar.update()
     bar.close()
@@ -259,6 +261,19 @@ def test_progress_and_the_time_to_go(
     assert [progress._time(seconds) for seconds in (99, 119, 5940, 3600 * 27 + 61)] == [
         *("99 s", "2 min", "99 min", "27 h 1 min"),
     ]
+
+
+def test_drafts_show_on_a_terminal_until_there_is_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := io.StringIO())
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    bar = progress.RecordBar("eval")
+    bar.begin(0, 3)
+    bar.draft(1, 2)
+    assert terminal.getvalue().endswith("rehearsing, draft 1 of 2]")
+    bar.update()
+    bar.bar.refresh()
+    assert re.search(r"1/3 \[[^\r]*records?/s\] *$", terminal.getvalue())
+    bar.close()
 
 
 def test_the_table_is_cut_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,7 @@ def run(
     folder: Path,
     process: Process,
     about: dict[str, Any],
+    bar: RecordBar,
     *,
     resume: bool,
 ) -> list[Record]:
@@ -85,7 +86,8 @@ def run(
     with contextlib.closing(RecordFile(folder / process.file_name)) as file:
         done = {record.key for record in read_records(folder)}
         wanted = [key for group in mine for key in group.keys(evaluation.rules)]
-        with contextlib.closing(RecordBar(sum(k in done for k in wanted), len(wanted), str(process))) as bar:
+        bar.begin(sum(key in done for key in wanted), len(wanted))
+        with contextlib.closing(bar):
             try:
                 for record in evaluation.answer(mine, done):
                     file.append(record)
