@@ -25,7 +25,7 @@ class Setting:
     essays: Essays | None
     """None where no task needs any."""
     data: Path | None
-    """A folder with files of benchmarks that have data; else the hub."""
+    """A folder with the files of all benchmarks that have data; None: the hub has them."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class TaskOptions:
     data: Annotated[
         Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: from the hub)")
     ] = None
-    """The folder with the files of benchmarks that have data."""
+    """The folder with the files of all benchmarks that have data."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def make(
     name: str, count_tokens: CountTokens, seed: int, essays: Essays, data: Path | None = None
 ) -> Generated:
     """The task `ruler:vt` and so on. `data`: a folder with the files of qa_1 and qa_2, which else come from
-    the hub. Raises ValueError where these cannot be had."""
+    the hub. Raises FileNotFoundError where these cannot be had."""
     if name not in TASKS:
         raise ValueError(f"no task {name!r} in RULER: one of {', '.join(TASKS)}")
     short = name.removeprefix("ruler:")
