@@ -14,8 +14,9 @@ Examples:
 
 --out becomes a folder with run_meta.json (every setting, versions, hashes) and records.jsonl, a line for each
 answer, written as it comes. A run that was stopped goes on with the same command and --resume: no record is
-lost, none is made twice. Under torchrun each process answers every n-th sample, on a GPU of its own where
-there are GPUs, and writes records-RANK.jsonl; another number of processes may go on with them.
+lost, none is made twice. With other tasks, lengths, samples, policies or budgets --resume adds to what is
+there. Under torchrun each process answers every n-th sample, on a GPU of its own where there are GPUs, and
+writes records-RANK.jsonl; another number of processes may go on with them.
 
 Scores go to stdout, or with --json one object; progress to stderr. The exit code is 0, or 2 where the command
 line or a file is wrong.
@@ -109,7 +110,7 @@ class OutputOptions:
     out: Path = Path("results/eval")
     """A folder for run_meta.json and the records."""
     resume: options.Switch = False
-    """Go on with what is there."""
+    """Go on with what is there, or ask for more of the same model."""
     json: options.Switch = False
     """Print one JSON object with the scores, and nothing else, to stdout."""
 
@@ -175,7 +176,7 @@ def evaluate(args: Arguments, command: str) -> None:
             on_compile=lambda what: note(f"compiling the {what} ..."),
             on_draft=bar.draft,
         )
-        about = meta.describe(command, config(args), model, prompting, rules, tasks, essays, process.ranks)
+        about = meta.describe(command, config(args), model, prompting, rules, groups, essays, process.ranks)
         records = run(evaluation, groups, args.output.out, process, about, bar, resume=args.output.resume)
     report(args.output, records, rules, count(groups, rules))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from evals.records import Record, RecordFile, read_records
-from evals.run import Evaluation, Group, count
+from evals.run import Evaluation, Group
 from scripts.cli.console import say
 
 from . import meta
@@ -76,8 +76,8 @@ def run(
     *,
     resume: bool,
 ) -> list[Record]:
-    """Make the records of this process's share that are not there yet. All those that are there in the end,
-    of all processes; the one that has made the last of them notes when."""
+    """Make the records of this process's share that are not there yet. All of the run that are there in the
+    end, by whatever process; the one that has made the last of them notes when."""
     mine = process.share(groups)
     say(f"{process}: looking at the prompts ...")
     evaluation.check(mine)
@@ -96,6 +96,7 @@ def run(
                 note(f"stopped: {bar.done:,} of {bar.total:,} records are in {folder}; go on with --resume")
                 raise
     records = read_records(folder)
-    if len(records) == count(groups, evaluation.rules):
-        meta.finish(folder)
-    return records
+    meta.finish(folder, about, records)
+    found = {record.key: record for record in records}
+    asked = (key for group in groups for key in group.keys(evaluation.rules))
+    return [found[key] for key in asked if key in found]
