@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inertiakv import POLICIES, EvictionConfig, policy
-from inertiakv.config import OF_ATTENTION
-from inertiakv.scorers import SCORERS
 
 
 def test_the_defaults_are_the_papers() -> None:
@@ -114,10 +112,6 @@ def test_a_config_cannot_be_changed_and_can_be_a_key() -> None:
 def test_what_cannot_be_or_would_be_ignored_is_an_error(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         EvictionConfig(**options)
-
-
-def test_scorers_of_attention_are_those_that_need_it() -> None:
-    assert [name for name, scorer in SCORERS.items() if scorer.needs_attention] == list(OF_ATTENTION)
 
 
 def test_an_option_that_does_not_exist_is_an_error() -> None:

@@ -255,9 +255,11 @@ def test_every_eviction_option(cli: Cli) -> None:
     )
     assert report["config"] == json.loads(json.dumps(dataclasses.asdict(expected)))
     chosen = "--policy rehearsed --draft 3 --drafts 2 --window-by mean"
-    report = cli("--prompt", TEXT, *chosen.split(), "--max-new-tokens", 2, "--json").json
+    result = cli("--prompt", TEXT, *chosen.split(), "--max-new-tokens", 2, "--json")
     expected = policy("rehearsed", draft=3, drafts=2, window_by="mean")
-    assert report["config"] == dataclasses.asdict(expected)
+    assert result.json["config"] == dataclasses.asdict(expected)
+    said = [line for line in result.err.splitlines() if "draft" in line]
+    assert said == [f"rehearsing the answer: draft {number} of 2 ..." for number in (1, 2)]
     chosen = "--scope head --allocation adaptive --evict-at prompt --window 3 --after none"
     report = cli("--prompt", TEXT, *chosen.split(), "--max-new-tokens", 2, "--json").json
     expected = EvictionConfig(scope="head", allocation="adaptive", evict_at="prompt", window=3, after="none")

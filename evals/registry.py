@@ -25,13 +25,13 @@ class Setting:
     essays: Essays | None
     """None where no task needs any."""
     data: Path | None
-    """A folder with files of benchmarks that have data; else the hub."""
+    """A folder with the files of all benchmarks that have data; None: the hub has them."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A module with `TASKS`, the names of its tasks, with the benchmark's before them or without, and `make`,
-    which takes such a name."""
+    """A module with `TASKS`, the names of its tasks as a command line has them, `ruler:vt`, and `make`, which
+    takes such a name."""
 
     module: str
     needs: tuple[str, ...]
@@ -39,15 +39,13 @@ class Benchmark:
     options: Callable[[Setting], dict[str, Any]]
     """What its `make` takes beside a name."""
 
-    def tasks(self, listed: str = "TASKS") -> dict[str, str]:
-        """Its tasks as a command line has them, `ruler:vt`, and as the module has them."""
+    def tasks(self, listed: str = "TASKS") -> Sequence[str]:
         module = importlib.import_module(self.module)
-        (own,) = (name for name, of in BENCHMARKS.items() if of is self)
         names: Sequence[str] = getattr(module, listed, module.TASKS)
-        return {name if name.partition(":")[0] == own else f"{own}:{name}": name for name in names}
+        return names
 
     def make(self, name: str, setting: Setting) -> Task:
-        task: Task = importlib.import_module(self.module).make(self.tasks()[name], **self.options(setting))
+        task: Task = importlib.import_module(self.module).make(name, **self.options(setting))
         return task
 
 

@@ -1,4 +1,4 @@
-"""Rows of published data: from files of the user's, else from the Hugging Face hub, without its code."""
+"""Published data: from files of the user's, else from the Hugging Face hub, without its code."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 from .hub import hub_rows
 
 Row = dict[str, Any]
+_SHOWN = 8
+"""Names of what is in a folder that an error tells."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,25 @@ class Rows:
     """The file or the hub's data set, with what tells its version."""
 
 
+def find_file(title: str, files: Sequence[str], data: Path | None) -> Path | None:
+    """The file of `title`, under the first of its names, `files`, that the folder `data` has; None where no
+    folder was given.
+
+    Raises FileNotFoundError, which tells what is there, for a folder that has none of them: who names one
+    does not mean the hub.
+    """
+    if data is None:
+        return None
+    for path in (data / name for name in files):
+        if path.is_file():
+            return path
+    there = sorted(f"{path.name}/" if path.is_dir() else path.name for path in data.iterdir())
+    if len(there) > _SHOWN:
+        there[_SHOWN:] = [f"{len(there) - _SHOWN} more"]
+    has = f"{data} has none of {', '.join(files)}, but {', '.join(there) or 'nothing'}"
+    raise FileNotFoundError(f"no data for {title}: {has}")
+
+
 def load_rows(
     title: str, files: Sequence[str], fields: Mapping[str, type], hub: Hub, data: Path | None
 ) -> Rows:
@@ -37,21 +58,19 @@ def load_rows(
 
     files: what its file may be called below `data`: a .jsonl, .parquet, or .json with a list.
     fields: what every row must have, and of which type.
-    hub: taken where `data` is None or has no such file.
+    hub: taken where `data` is None.
 
-    Raises FileNotFoundError where neither has it, ValueError for a file, a line or a row that is wrong.
+    Raises FileNotFoundError where they are not there, ValueError for a file, a line or a row that is wrong.
     """
-    paths = [] if data is None else [data / name for name in files]
-    file = next((path for path in paths if path.is_file()), None)
+    file = find_file(title, files, data)
     if file is not None:
         rows = list(_read(file))
         source = f"{file} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()})"
     else:
-        looked = "no data folder was given" if data is None else f"{data} has none of {', '.join(files)}"
         try:
             rows = hub_rows(hub.repository, hub.config, hub.split)
         except (ImportError, ConnectionError) as error:
-            raise FileNotFoundError(f"no data for {title}: {looked}; and {error}") from error
+            raise FileNotFoundError(f"no data for {title}: no data folder was given; and {error}") from error
         digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
         source = f"hub {hub.repository} {hub.config or ''} {hub.split} (rows' sha256 {digest})"
     for number, row in enumerate(rows, 1):

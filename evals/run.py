@@ -79,8 +79,8 @@ class Evaluation:
     prompts, with the full cache, and one answers them under one rule after the other.
 
     * `batch`: prompts that are read and answered together.
-    * `compile`, `attention`, `on_compile`: as in `Decoder`. With `compile` the last of a group's batches is
-      filled up with a repeated prompt, as another batch size would be another graph.
+    * `compile`, `attention`, `on_compile`, `on_draft`: as in `Decoder`. With `compile` the last of a group's
+      batches is filled up with a repeated prompt, as another batch size would be another graph.
     """
 
     def __init__(
@@ -93,12 +93,16 @@ class Evaluation:
         compile: bool = True,
         attention: str = "auto",
         on_compile: Callable[[str], None] | None = None,
+        on_draft: Callable[[int, int], None] | None = None,
     ) -> None:
         self.model, self.prompting, self.batch, self.compile = model, prompting, batch, compile
         self.rules = sorted(rules, key=lambda rule: rule.eviction is None)  # `full` uses up what was read
         self._tokens: dict[Key, int] = {}
 
-        options: dict[str, Any] = {"compile": compile, "attention": attention, "on_compile": on_compile}
+        options: dict[str, Any] = {
+            **{"compile": compile, "attention": attention},
+            **{"on_compile": on_compile, "on_draft": on_draft},
+        }
         self._reader, self._decoder = (Decoder(model, None, **options) for _ in range(2))
         for rule in self.rules:
             with _naming(rule):

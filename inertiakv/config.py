@@ -32,8 +32,9 @@ MAX_BUDGET = 2**31 - 1
 
 MAX_SEED = 2**63 - 1
 
-OF_ATTENTION = ("attention", "value_norm", "entropy", "above_mean")
-"""Scorers that weigh a token by the attention paid to it."""
+OF_ATTENTION: tuple[ScorerName, ...] = ("attention", "value_norm", "entropy", "above_mean")
+"""Scorers that weigh a token by the attention paid to it. For the others no attention is computed beside the
+one that makes the output."""
 
 OF_SCORES = (
     *("aggregation", "alpha", "coupling", "step_alpha", "refresh", "new_token"),
@@ -93,7 +94,8 @@ class EvictionConfig:
     """What a token is worth to several queries that score together."""
     draft: int = 0
     """Tokens of a draft: what the answer would be were the prompt evicted by the first decode step's query
-    alone. It is thrown away; its queries choose what stays of the prompt, together with the first."""
+    alone. It is thrown away; its queries choose what stays of the prompt, together with the first. As long
+    for a short answer as for a long one, so that the one is the beginning of the other."""
     drafts: int = 1
     """Drafts, each from what the one before it has chosen."""
     pool: int = 1
@@ -122,6 +124,7 @@ class EvictionConfig:
         self._check_scores()
         self._check_sets()
         self._check_prompt_eviction()
+        self._check_queries()
         self._check_prompt_scorers()
         if self.budget is not None:
             self._check_protection(self.budget)
@@ -223,34 +226,31 @@ class EvictionConfig:
             )
 
     def _check_prompt_eviction(self) -> None:
+        """When the prompt is evicted, and what is evicted afterwards."""
         if self.protect_prompt:
-            self._refuse(
-                "protect_prompt=True", "evict_at", "window", "rescue", "reserve", "sinks", "allocation"
-            )
-        if self.draft:
-            self._check_draft()
-        else:
-            self._refuse("draft=0 (give draft, 64 say)", "drafts")
-        if self.window == 0 and self.draft == 0:
-            self._refuse("a single query", "window_by")
-        elif self.scorer != "attention":
-            self._refuse(f"scorer={self.scorer!r}", "window_by")
+            because = "protect_prompt=True"
+            self._refuse(because, "evict_at", "window", "draft", "rescue", "reserve", "sinks", "allocation")
         if self.evict_at == "first_step":
             self._refuse("evict_at='first_step'", "after")
-        elif self.window == 0 and self.scores and self.scorer != "reconstruction":
-            raise ValueError("evict_at='prompt' scores queries of the prompt: give window, 32 say")
         if self.after != "rule":
             self._refuse(f"after={self.after!r}", "refresh", "new_token")
             if self.pool_at == "always":
                 raise ValueError(f"pool_at='always' has no effect with after={self.after!r}")
 
-    def _check_draft(self) -> None:
-        """A draft is evicted for, and its queries score."""
-        if self.evict_at == "prompt" or self.protect_prompt:
-            because = "evict_at='prompt'" if self.evict_at == "prompt" else "protect_prompt=True"
-            self._refuse(because, "draft")
+    def _check_queries(self) -> None:
+        """Those that score the prompt beside the first decode step's: of a window and of drafts."""
+        if self.draft == 0:
+            self._refuse("draft=0 (give draft, 64 say)", "drafts")
         if self.scorer not in (*OF_ATTENTION, "learned"):
             self._refuse(f"scorer={self.scorer!r}", "draft")
+        if self.window == 0 and self.draft == 0:
+            self._refuse("a single query", "window_by")
+        elif self.scorer != "attention":
+            self._refuse(f"scorer={self.scorer!r}", "window_by")
+        if self.evict_at == "prompt":
+            self._refuse("evict_at='prompt'", "draft")
+            if self.window == 0 and self.scores and self.scorer != "reconstruction":
+                raise ValueError("evict_at='prompt' scores queries of the prompt: give window, 32 say")
 
     def _check_prompt_scorers(self) -> None:
         """Of scorers that need many queries of the prompt, and so cannot score the single one of a decode

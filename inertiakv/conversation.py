@@ -130,7 +130,9 @@ class Conversation:
             before_BW = self._before(eviction.window)
             draft_BD = before_BW[:, :0]
             if eviction.draft and new and bool(self.cache.overfull_B.any()):
-                for _ in range(eviction.drafts):
+                for number in range(1, eviction.drafts + 1):
+                    if self.engine.on_draft is not None:
+                        self.engine.on_draft(number, eviction.drafts)
                     draft_BD = self._draft(before_BW, draft_BD, new_tokens)
             logits_BV, keep_BXN = self._choose(before_BW, draft_BD, new=new)
             if self.engine.buffers.is_decode_cache(self.cache):

@@ -48,6 +48,8 @@ class Decoder:
       "reconstruction".
     * `record`: decode steps of an answer to record for `recording`.
     * `on_compile`: called before a graph is compiled, which takes seconds, with what it is for.
+    * `on_draft`: called before a draft is decoded, which takes as long as so much of an answer, with its
+      number, from 1, and how many there are.
     * `check_ranks`: for debugging, see at every step that all processes that hold the model have chosen the
       same tokens and kept the same; RuntimeError where they have not.
     """
@@ -62,6 +64,7 @@ class Decoder:
         prefill_chunk: int = 2048,
         repeat_prefix: Sequence[int] = (),
         on_compile: Callable[[str], None] | None = None,
+        on_draft: Callable[[int, int], None] | None = None,
         record: int = 0,
         check_ranks: bool = False,
     ) -> None:
@@ -74,6 +77,7 @@ class Decoder:
             prefill_chunk=prefill_chunk,
             repeat_prefix=repeat_prefix,
             on_compile=on_compile,
+            on_draft=on_draft,
             record=record,
             check_ranks=check_ranks,
         )

@@ -36,6 +36,7 @@ class Engine:
         prefill_chunk: int,
         repeat_prefix: Sequence[int],
         on_compile: Callable[[str], None] | None,
+        on_draft: Callable[[int, int], None] | None,
         record: int,
         check_ranks: bool,
     ) -> None:
@@ -48,6 +49,7 @@ class Engine:
         if compile and isinstance(model, torch.nn.Module):
             check_ties(model)
         self.model, self.record, self.repeat_prefix = model, record, tuple(repeat_prefix)
+        self.on_draft = on_draft
         self.ranks, self.checks_ranks = ranks_of(model), check_ranks
         if check_ranks and self.ranks.size == 1:
             raise ValueError("check_ranks has no effect with a model on a single process")

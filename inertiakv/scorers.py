@@ -37,8 +37,8 @@ class Evidence(NamedTuple):
     k_BGND: Tensor
     v_BGND: Tensor
     weights_BGRN: Tensor | None
-    """Softmax attention, for scorers that need it; 0 where there is no token, and for queries that are
-    padding."""
+    """Softmax attention, for the scorers in `config.OF_ATTENTION`; 0 where there is no token, and for queries
+    that are padding."""
     real_share_B: Tensor | None
     """Share of the queries that are no padding; None: all."""
     by: Literal["mean", "max"]
@@ -54,7 +54,7 @@ class Evidence(NamedTuple):
 
     @property
     def weights(self) -> Tensor:
-        assert self.weights_BGRN is not None, "this scorer is not marked as one that needs attention"
+        assert self.weights_BGRN is not None, "this scorer is not among those of config.OF_ATTENTION"
         return self.weights_BGRN
 
     def mean(self, x_BGR: Tensor) -> Tensor:
@@ -155,26 +155,18 @@ def expected_attention(e: Evidence) -> Tensor:
     return torch.where(e.position_BXN < SINKS, score_BGN.amax(-1, keepdim=True), score_BGN)
 
 
-class Scorer(NamedTuple):
-    """A score function, and whether it needs the attention that made the output: where it does not, none is
-    computed for it."""
-
-    score: Callable[[Evidence], Tensor]
-    needs_attention: bool = False
-
-
 # `reconstruction` scores with a pass of its own, in reconstruction.py.
-SCORERS: dict[ScorerName, Scorer] = {
-    "attention": Scorer(attention, needs_attention=True),
-    "value_norm": Scorer(value_norm, needs_attention=True),
-    "entropy": Scorer(entropy, needs_attention=True),
-    "above_mean": Scorer(above_mean, needs_attention=True),
-    "keydiff": Scorer(keydiff),
-    "key_norm": Scorer(key_norm),
-    "recency": Scorer(recency),
-    "random": Scorer(random),
-    "learned": Scorer(learned),
-    "expected_attention": Scorer(expected_attention),
+SCORERS: dict[ScorerName, Callable[[Evidence], Tensor]] = {
+    "attention": attention,
+    "value_norm": value_norm,
+    "entropy": entropy,
+    "above_mean": above_mean,
+    "keydiff": keydiff,
+    "key_norm": key_norm,
+    "recency": recency,
+    "random": random,
+    "learned": learned,
+    "expected_attention": expected_attention,
 }
 
 

@@ -33,7 +33,7 @@ from .attention import (
     visible,
 )
 from .cache import LayerCache, SlotCache
-from .config import ScorerName
+from .config import OF_ATTENTION, ScorerName
 from .eviction import EMPTY, Limits, Pooling, pooled, protected
 from .expected_attention import Rotations
 from .learned import LearnedScorer
@@ -245,7 +245,7 @@ class LayerView:
         if new:
             self.kv.write(seen.slots_BXT, k_BGTD[:, :, -new:], v_BGTD[:, :, -new:])
         k_BGND, v_BGND = self.kv.k_BGND[:, :, :filled], self.kv.v_BGND[:, :, :filled]
-        weighs = self.scoring is not None and SCORERS[self.scoring.scorer].needs_attention
+        weighs = self.scoring is not None and self.scoring.scorer in OF_ATTENTION
         out_BHTD, weights_BGRN = self._attention(q_BHTD, k_BGND, v_BGND, window, scale, softmax, weighs)
         if self.scoring is not None:
             self._score(self.scoring, q_BHTD, k_BGND, v_BGND, weights_BGRN, scale)
@@ -317,7 +317,7 @@ class LayerView:
             scoring.learned,
             scoring.rotations,
         )
-        score_BXN = by_set(SCORERS[scoring.scorer].score(evidence), held_BXN.shape[1])
+        score_BXN = by_set(SCORERS[scoring.scorer](evidence), held_BXN.shape[1])
         scored_BXN = held_BXN & scoring.scored_B[:, None, None]
         decay, gain, _ = scoring.coefficients
         self.scored.append(updated(self.utility_BXN, score_BXN, scored_BXN, decay, gain))

@@ -199,6 +199,7 @@ def answer_prompts(args: Arguments, ranks: Ranks) -> None:
             compile=args.machine.compile,
             attention=args.machine.attention,
             on_compile=lambda what: say(f"compiling the {what} ..."),
+            on_draft=lambda number, drafts: say(f"rehearsing the answer: draft {number} of {drafts} ..."),
             check_ranks=args.machine.check_ranks,
         )
         watcher = LiveAnswer(answer) if live else stop

@@ -14,8 +14,9 @@ Examples:
 
 --out becomes a folder with run_meta.json (every setting, versions, hashes) and records.jsonl, a line for each
 answer, written as it comes. A run that was stopped goes on with the same command and --resume: no record is
-lost, none is made twice. Under torchrun each process answers every n-th sample, on a GPU of its own where
-there are GPUs, and writes records-RANK.jsonl; another number of processes may go on with them.
+lost, none is made twice. With other tasks, lengths, samples, policies or budgets --resume adds to what is
+there. Under torchrun each process answers every n-th sample, on a GPU of its own where there are GPUs, and
+writes records-RANK.jsonl; another number of processes may go on with them.
 
 Scores go to stdout, or with --json one object; progress to stderr. The exit code is 0, or 2 where the command
 line or a file is wrong.
@@ -51,7 +52,7 @@ from scripts.cli.console import say
 from scripts.cli.machine import check_device, loading
 from scripts.evaluating import meta
 from scripts.evaluating.process import Process, run
-from scripts.evaluating.progress import note, summary
+from scripts.evaluating.progress import RecordBar, note, summary
 
 List = Annotated[str | None, tyro.conf.arg(metavar="N,...", help_behavior_hint="")]
 
@@ -77,7 +78,7 @@ class TaskOptions:
     data: Annotated[
         Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: from the hub)")
     ] = None
-    """The folder with the files of benchmarks that have data."""
+    """The folder with the files of all benchmarks that have data."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class OutputOptions:
     out: Path = Path("results/eval")
     """A folder for run_meta.json and the records."""
     resume: options.Switch = False
-    """Go on with what is there."""
+    """Go on with what is there, or ask for more of the same model."""
     json: options.Switch = False
     """Print one JSON object with the scores, and nothing else, to stdout."""
 
@@ -164,6 +165,7 @@ def evaluate(args: Arguments, command: str) -> None:
                 registry.Setting(prompting, most, args.task.seed, args.task.samples, essays, args.task.data),
             )
         groups = make_groups(tasks, lengths, args.task.samples)
+        bar = RecordBar(str(process))
         evaluation = Evaluation(
             model,
             prompting,
@@ -172,9 +174,10 @@ def evaluate(args: Arguments, command: str) -> None:
             compile=args.machine.compile,
             attention=args.machine.attention,
             on_compile=lambda what: note(f"compiling the {what} ..."),
+            on_draft=bar.draft,
         )
-        about = meta.describe(command, config(args), model, prompting, rules, tasks, essays, process.ranks)
-        records = run(evaluation, groups, args.output.out, process, about, resume=args.output.resume)
+        about = meta.describe(command, config(args), model, prompting, rules, groups, essays, process.ranks)
+        records = run(evaluation, groups, args.output.out, process, about, bar, resume=args.output.resume)
     report(args.output, records, rules, count(groups, rules))
 
 

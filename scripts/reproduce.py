@@ -123,7 +123,8 @@ class Arguments:
     batch: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: 8 small, 4 full)")] = None
     """Prompts that are read and answered together."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
-    """The folder with the files of benchmarks that have data; else they come from the hub."""
+    """The folder with the files of all benchmarks that have data (LongBench, LongBench-v2, SQuAD, HotpotQA);
+    else they come from the hub."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,8 +7,8 @@ import random
 from evals.prompting import Prompting
 from evals.task import Sample
 
-TASKS = ("short", "made:long")
-PAPER_TASKS = ("short",)
+TASKS = ("made:short", "made:long")
+PAPER_TASKS = ("made:short",)
 NEW_TOKENS = 6
 
 
@@ -48,4 +48,4 @@ def score(prediction: str) -> float:
 
 def make(name: str, prompting: Prompting, seed: int) -> Made:
     assert name in TASKS
-    return Made(f"made:{name.removeprefix('made:')}", prompting, seed)
+    return Made(name, prompting, seed)

@@ -25,7 +25,9 @@ from compile_tests.evals.made import NEW_TOKENS, Made
 from compile_tests.test_decode_cli import Result
 from compile_tests.tiny_chat import LLAMA, tiny_chat
 from evals import registry
-from evals.records import Mean, Record, read_records
+from evals.records import Mean, Record, RecordFile, read_records
+from evals.reporting.runs import read_run
+from evals.reporting.suites import combine
 from inertiakv import EvictionConfig, memory
 from scripts import decode, report
 from scripts import eval as script
@@ -136,7 +138,7 @@ def test_run_meta_says_all_that_the_records_depend_on(whole: Path, folder: Path)
     meta = run_meta(whole)
     assert list(meta) == [
         *("command", "config", "versions", "git_revision", "model", "template", "essays", "data", "seed"),
-        *("policies", "tasks", "machine", "ranks", "started", "finished"),
+        *("policies", "tasks", "asked", "machine", "ranks", "started", "finished"),
     ]
     assert meta["command"].startswith(
         "python scripts/eval.py --tasks made,rows --lengths 130,90 --samples 3 "
@@ -180,6 +182,12 @@ def test_run_meta_says_all_that_the_records_depend_on(whole: Path, folder: Path)
         name: value for name, value in config.items() if name not in ("compression", "budget")
     }
     assert meta["tasks"] == {"made:short": {"metric": "fake"}, "rows": {"metric": "fake"}}
+    (asked,) = meta["asked"]
+    assert asked == {
+        "command": meta["command"],
+        "rules": ["full", "lazy2@0.5", "snapkv:window=8@0.5"],
+        "samples": {"made:short 130": 3, "made:short 90": 3, "rows": 3},
+    }
     assert meta["machine"]["threads"] >= 1
     assert (meta["seed"], meta["ranks"]) == (42, 1)
     assert meta["started"] <= meta["finished"]
@@ -247,7 +255,9 @@ def test_progress_and_the_time_to_go(
 ) -> None:
     times = iter([100.0, 110.0, 131.0, 140.0, 171.0, 172.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
-    bar = progress.RecordBar(2, 7, "eval")
+    bar = progress.RecordBar("eval")
+    bar.begin(2, 7)
+    bar.draft(1, 2)
     for _ in range(5):
         bar.update()
     bar.close()
@@ -259,6 +269,19 @@ def test_progress_and_the_time_to_go(
     assert [progress._time(seconds) for seconds in (99, 119, 5940, 3600 * 27 + 61)] == [
         *("99 s", "2 min", "99 min", "27 h 1 min"),
     ]
+
+
+def test_drafts_show_on_a_terminal_until_there_is_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := io.StringIO())
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    bar = progress.RecordBar("eval")
+    bar.begin(0, 3)
+    bar.draft(1, 2)
+    assert terminal.getvalue().endswith("rehearsing, draft 1 of 2]")
+    bar.update()
+    bar.bar.refresh()
+    assert re.search(r"1/3 \[[^\r]*records?/s\] *$", terminal.getvalue())
+    bar.close()
 
 
 def test_the_table_is_cut_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,19 +388,97 @@ def test_only_what_does_not_change_records_may_differ(cli: Cli, copy: Path) -> N
     assert "--batch 1" in run_meta(out)["resumed"][0]["command"]
 
     for changed, message in (
-        (("--samples", 4), "config.samples was 3 and is 4"),
         (("--seed", 1), "config.seed was 42 and is 1"),
-        (("--policies", "full,lazy2,snapkv:window=9"), "policies.snapkv:window=8 was {"),
-        (("--compression", "0.6"), "config.compression was '0.5' and is '0.6'"),
-        (("--lengths", "130"), "config.lengths was '130,90' and is '130'"),
         (("--template", "none"), "template.kind was 'chat' and is 'none'"),
+        (("--seed", 1, "--samples", 5, "--policies", "tova"), "config.seed was 42 and is 1"),
     ):
+        before = file.read_bytes()
         error = cli(*ARGV, *changed, "--out", out, "--resume").error
         assert "is of another run, this one cannot go on with it: " in error
         assert message in error
-    for key, part in (("essays", "name"), ("data", "rows"), ("model", "name")):
-        file.write_text(json.dumps(meta | {key: meta[key] | {part: "changed"}}))
-        assert f"{key}.{part} was 'changed' and is " in cli(*ARGV, "--out", out, "--resume").error
+        assert file.read_bytes() == before
+    for key, changed, message in (
+        ("essays", {"name": "changed"}, "essays.name was 'changed' and is "),
+        ("data", {"rows": "changed"}, "data.rows was 'changed' and is "),
+        ("model", {"name": "changed"}, "model.name was 'changed' and is "),
+        ("policies", {"lazy2": {"refresh": 3}}, "policies.lazy2.refresh was 3 and is 2"),
+    ):
+        file.write_text(json.dumps(meta | {key: meta[key] | changed}))
+        assert message in cli(*ARGV, "--out", out, "--resume").error
+
+
+MORE = ("--tasks", "rows,made", "--lengths", 100, "--samples", 4, "--policies", "lazy2,tova,full")
+MORE += ("--compression", "0.5", "--batch", 2)
+
+
+@pytest.fixture(scope="module")
+def more(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is asked for beyond `whole`, by itself; some of it is the same."""
+    out = tmp_path_factory.mktemp("more")
+    assert cli(*MORE, "--out", out).code == 0
+    return out
+
+
+@pytest.mark.parametrize("answered", [0, 10])
+def test_a_run_is_extended_and_may_be_stopped_at_that(
+    answered: int, cli: Cli, whole: Path, more: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = (copy / "records.jsonl").read_bytes()
+    appended = RecordFile.append
+
+    def append(self: RecordFile, record: Record) -> None:
+        if len(read_records(copy)) == 27 + answered:
+            raise KeyboardInterrupt
+        appended(self, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordFile, "append", append)
+        assert cli(*MORE, "--out", copy, "--resume").code == 130
+    assert run_meta(copy)["finished"] is None
+    assert cli(*ARGV, "--out", copy, "--resume").code == 0, "the first command has all of its own"
+    assert run_meta(copy)["finished"] is None, "but not all that was asked for is there"
+    result = cli(*MORE, "--out", copy, "--resume")
+    assert result.code == 0, result.err
+    assert (copy / "records.jsonl").read_bytes().startswith(alone)
+    assert contents(copy) == contents(whole) | contents(more)
+    assert result.out == cli(*MORE, "--out", more, "--resume").out, "the scores of what this command asks"
+
+    meta, first, second = map(run_meta, (copy, whole, more))
+    assert meta["finished"] is not None
+    assert meta["config"] == first["config"]
+    assert meta["asked"][:1] == first["asked"]
+    assert [asked["samples"] for asked in meta["asked"][1:]] == [{"rows": 4, "made:short 100": 4}]
+    for key in ("policies", "tasks", "data", "essays"):
+        assert meta[key] == first[key] | second[key]
+    (suite, *_), notes = combine([read_run(copy)])
+    assert not notes
+    assert {arm.policy for arm in suite.arms} == {"full", "lazy2", "snapkv:window=8", "tova"}
+
+
+def test_an_extension_does_not_finish_what_was_there_before(cli: Cli, copy: Path) -> None:
+    lines = (copy / "records.jsonl").read_bytes().splitlines(keepends=True)
+    (copy / "records.jsonl").write_bytes(b"".join(lines[:-1]))
+    (copy / "run_meta.json").write_text(json.dumps(run_meta(copy) | {"finished": None}))
+    argv = (
+        "--tasks",
+        "rows",
+        "--samples",
+        1,
+        "--policies",
+        "tova",
+        "--budget",
+        40,
+        "--out",
+        copy,
+        "--resume",
+    )
+    assert cli(*argv).code == 0
+    assert len(read_records(copy)) == 27
+    assert run_meta(copy)["finished"] is None
+    assert cli(*ARGV, "--out", copy, "--resume").code == 0
+    assert run_meta(copy)["finished"] is not None
+    assert len(read_records(copy)) == 28
+    assert len(run_meta(copy)["asked"]) == 2
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -396,6 +497,7 @@ def test_only_what_does_not_change_records_may_differ(cli: Cli, copy: Path) -> N
         ({"tasks": {"rows": {}}}, "it has no tasks.rows.metric"),
         ({"config": None}, "config must be an object, got None"),
         ({"seed": "42"}, "seed must be a whole number, got '42'"),
+        ({"asked": [{}]}, "it has no asked.0.command, asked.0.rules, asked.0.samples"),
     ],
 )
 def test_files_that_describe_no_run(cli: Cli, copy: Path, changes: Any, message: str) -> None:

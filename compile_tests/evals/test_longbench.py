@@ -239,10 +239,10 @@ def test_rows_come_from_parquet_and_lists_too(tmp_path: Path) -> None:
     assert longbench_v2.make("longbench-v2", data=tmp_path, **options).count(None) == 2
 
 
-def test_rows_come_from_the_hub_where_no_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_come_from_the_hub_where_no_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(rows, "hub_rows", lambda *arguments: asked.append(arguments) or [ROW])
-    options: Any = {"prompting": prompting(), "max_positions": LONG, "data": tmp_path}
+    options: Any = {"prompting": prompting(), "max_positions": LONG}
     task = longbench.make("longbench:2wikimqa", **options)
     assert (task.count(None), asked) == (1, [("Xnhyacinth/LongBench", "2wikimqa", "test")])
     assert "Xnhyacinth/LongBench 2wikimqa test" in task.source
@@ -281,13 +281,29 @@ def test_wrong_formats_are_named(tmp_path: Path, name: str, content: bytes, mess
         longbench_v2.make("longbench-v2", prompting=prompting(), max_positions=LONG, data=tmp_path)
 
 
-def test_no_data_at_all_is_said_at_once(tmp_path: Path) -> None:
-    options: Any = {"prompting": prompting(), "max_positions": LONG}
+def test_a_folder_that_lacks_a_file_is_told_with_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "hub_rows", lambda *_: pytest.fail("asked the hub"))
+    options: Any = {"prompting": prompting(), "max_positions": LONG, "data": tmp_path}
     with pytest.raises(
-        FileNotFoundError,
-        match=r"longbench:qasper: .* has none of qasper\.jsonl, .*; and the hub cannot be reached",
+        FileNotFoundError, match=rf"longbench-v2: {tmp_path} has none of data\.json, .* nothing$"
     ):
-        longbench.make("longbench:qasper", data=tmp_path, **options)
+        longbench_v2.make("longbench-v2", **options)
+    (tmp_path / "trec").mkdir()
+    for number in range(8):
+        (tmp_path / f"{number}.jsonl").write_text("")
+    looked = r"qasper\.jsonl, data/qasper\.jsonl, qasper\.parquet, qasper/test-00000-of-00001\.parquet"
+    with pytest.raises(FileNotFoundError, match=rf"{looked}, but 0\.jsonl, .*, 7\.jsonl, 1 more$"):
+        longbench.make("longbench:qasper", **options)
+    for number in range(8):
+        (tmp_path / f"{number}.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{looked}, but trec/$"):
+        longbench.make("longbench:qasper", **options)
+
+
+def test_no_data_at_all_is_said_at_once() -> None:
+    options: Any = {"prompting": prompting(), "max_positions": LONG}
     with pytest.raises(FileNotFoundError, match=r"longbench-v2: no data folder was given; and the hub"):
         longbench_v2.make("longbench-v2", **options)
     with pytest.raises(ValueError, match=r"no task 'longbench:trec' .*longbench:hotpotqa"):

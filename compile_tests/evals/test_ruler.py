@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from compile_tests.tiny_chat import BOS, tiny_tokenizer
 from evals.essays import Essays, load_essays
 from evals.prompting import Prompting
-from evals.ruler import TASKS, make, niah, words
+from evals.ruler import OTHERS, TASKS, make, niah, words
 from evals.ruler.generated import Generated
 from evals.ruler.haystack import NOISE
 from evals.ruler.niah import NEEDLES
-from evals.ruler.qa import SOURCES
 from evals.ruler.templates import COMMON_WORDS, FREQUENT_WORDS, NIAH, NIAH_ONE, VARIABLES
 from evals.ruler.variables import VariableTracking
 from evals.task import Sample
@@ -25,7 +24,7 @@ from evals.task import Sample
 pytest.importorskip("wonderwords")
 
 ESSAYS = load_essays()
-MADE = tuple(name for name in TASKS if name not in SOURCES)
+MADE = (*NEEDLES, *OTHERS)
 LENGTHS = st.integers(512, 6000)
 SEEDS = st.integers(0, 3)
 INDICES = st.integers(0, 499)
@@ -37,7 +36,7 @@ def count_words(prompt: str, answer_prefix: str) -> int:
 
 
 def new(name: str, seed: int = 42, essays: Essays = ESSAYS) -> Generated:
-    return make(name, count_words, seed, essays)
+    return make(f"ruler:{name}", count_words, seed, essays)
 
 
 def made(name: str, seed: int, length: int, index: int) -> Sample:
@@ -57,12 +56,13 @@ def used(sample: Sample) -> int:
 
 
 def test_names() -> None:
-    assert (
+    names = (
         *("niah_single_1", "niah_single_2", "niah_single_3"),
         *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
         *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
-    ) == TASKS
-    with pytest.raises(ValueError, match="no task 'niah', but niah_single_1, "):
+    )
+    assert tuple(f"ruler:{name}" for name in names) == TASKS
+    with pytest.raises(ValueError, match="no task 'ruler:niah' in RULER: one of ruler:niah_single_1, "):
         new("niah")
 
 
@@ -114,7 +114,7 @@ def test_too_short(name: str) -> None:
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_3", "vt", "cwe", "fwe"])
 def test_with_a_chat_template_and_bos(name: str, kind: str) -> None:
     prompting = Prompting(tiny_tokenizer(kind), "chat")
-    sample = make(name, prompting.count, 42, ESSAYS).sample(12_000, 0)
+    sample = make(f"ruler:{name}", prompting.count, 42, ESSAYS).sample(12_000, 0)
     ids = prompting.encode(sample.prompt, sample.answer_prefix)
     assert 0.95 * 12_000 <= len(ids) + sample.max_new_tokens <= 12_000
     assert prompting.count_bos(ids) == (kind == "llama")
@@ -131,7 +131,7 @@ def test_with_a_real_tokenizer(name: str) -> None:
     from models.hub import find_folder
 
     prompting = Prompting(AutoTokenizer.from_pretrained(find_folder("smollm2-135m")[0]), "chat")
-    sample = make(name, prompting.count, 42, ESSAYS).sample(2048, 0)
+    sample = make(f"ruler:{name}", prompting.count, 42, ESSAYS).sample(2048, 0)
     tokens = prompting.count(sample.prompt, sample.answer_prefix) + sample.max_new_tokens
     # A line with two uuids takes more than 60 tokens.
     assert 2048 - (80 if name == "niah_multikey_3" else 40) <= tokens <= 2048

@@ -68,7 +68,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tasks(data: Path) -> dict[str, Generated]:
-    return {name: make(name, count_words, 42, load_essays(), data) for name in NAMES}
+    return {name: make(f"ruler:{name}", count_words, 42, load_essays(), data) for name in NAMES}
 
 
 def documents(prompt: str) -> list[str]:
@@ -204,12 +204,23 @@ def test_files_that_have_something_else(tmp_path: Path, task: str, content: str,
 
 
 @pytest.mark.parametrize("error", [ImportError("no package"), ConnectionError("no answer")])
-def test_neither_files_nor_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_neither_files_nor_hub(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fails(*_: Any) -> None:
         raise error
 
     monkeypatch.setattr(ruler_qa, "hub_rows", fails)
-    with pytest.raises(ValueError, match=rf"qa_1 needs SQuAD 2.0, as dev-v2.0.json .* given, and {error}"):
+    match = rf"ruler:qa_1, which needs SQuAD 2.0, as dev-v2.0.json .* given; and {error}"
+    with pytest.raises(FileNotFoundError, match=match):
         load_corpus("qa_1", None)
-    with pytest.raises(ValueError, match=rf"qa_2 needs HotpotQA, .*{tmp_path} has neither, and {error}"):
-        load_corpus("qa_2", tmp_path)
+
+
+def test_a_folder_that_lacks_the_file_is_not_made_up_for_by_the_hub(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ruler_qa, "hub_rows", lambda *_: pytest.fail("asked the hub"))
+    (tmp_path / "dev-v2.0.json").write_bytes((data / "dev-v2.0.json").read_bytes())
+    make("ruler:qa_1", count_words, 42, load_essays(), tmp_path)
+    looked = "hotpot_dev_distractor_v1.json, hotpotqa.json, but dev-v2.0.json"
+    match = f"ruler:qa_2 (HotpotQA): {tmp_path} has none of {looked}"
+    with pytest.raises(FileNotFoundError, match=re.escape(match)):
+        make("ruler:qa_2", count_words, 42, load_essays(), tmp_path)

@@ -23,9 +23,10 @@ TITLE = "Benchmark results"
 READING = (
     "Scores are percent. An average is over tasks, of which each weighs the same; a rule that has not "
     "been asked all of them has none. Empty answers count as wrong. Kept tokens are those in the cache "
-    "at the end. Token/s: tokens of answers by seconds of decoding, while other things may have run: "
-    "not a measurement of speed. Cache MB: K and V as allocated for a row, with room for its answer, "
-    "rounded up to blocks of slots. Tables with a number have the form of the paper's (arXiv 2609.03515).",
+    "at the end. Token/s: tokens of answers by seconds from the end of the prompt on, with its eviction and "
+    "drafts, while other things may have run: not a measurement of speed. Cache MB: K and V as allocated for "
+    "a row, with room for its answer, rounded up to blocks of slots. Tables with a number have the form of "
+    "the paper's (arXiv 2609.03515).",
     f"Intervals are 95 % bootstrap percentile intervals, from {RESAMPLES:,} resamples of the samples "
     "within each task: they say how far other samples might lead, not other models or prompts, and "
     "where all samples score alike they have no width. Of fewer than some ten samples they are too narrow: "
@@ -42,7 +43,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto
 h2 { border-bottom: 1px solid #ccc; margin-top: 3rem; } h3 { margin-top: 2rem; }
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
 th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #eee; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } th { border-bottom: 1px solid #888; }
+th.left, td.left { text-align: left; } th { border-bottom: 1px solid #888; }
 pre { overflow-x: auto; background: #f5f5f5; padding: .6rem; } img { max-width: 100%; }
 """
 
@@ -64,7 +65,7 @@ def sections(
     whole = not lost and all(run.meta.get("finished", "unknown") for run in runs)
     complete = ["No sample is missing: within a benchmark all rules have answered the same."] * whole
     missing_plots = [] if available() else [f"{MISSING[0].upper()}{MISSING[1:]}."]
-    commands = [run.meta["command"] for run in runs]
+    commands = [asked["command"] for run in runs for asked in run.meta.get("asked", [run.meta])]
     beside = [PAPER] * any(model_of(suite.setting.model) for suite in suites)
     text = [*READING, *beside, *complete, *notes, *missing_plots]
     first = Section("What was run", text, commands, [tables.runs(runs), *([lost] if lost else [])])
@@ -85,6 +86,11 @@ def _section(setting: Setting, suites: Sequence[Suite], reference: str, folder: 
     text = []
     if reference not in setting.rules:
         text.append(f"Nothing is compared with {reference}, which was not run here.")
+    if spared := [name for name, rule in setting.rules.items() if rule and rule["protect_prompt"]]:
+        text.append(
+            f"Evicts nothing of a prompt: {', '.join(spared)}. What a table says is evicted gives the budget "
+            "for the tokens after it."
+        )
     parts: list[Table | Picture] = [
         *_there([tables.main(mine)]),
         *(part for suite in mine for part in _paper_tables(suite)),

@@ -30,7 +30,7 @@ def runs(found: Sequence[Run]) -> Table:
             [
                 *(str(run.folder), str(len(run.records)), model["name"], str(model.get("source", "-"))),
                 *(str(model.get("dtype", "-")), meta["template"]["kind"], str(meta["seed"]), essays),
-                *(_revision(meta["git_revision"]), versions),
+                *(", ".join(dict.fromkeys(map(_revision, (meta, *meta.get("resumed", []))))), versions),
             ]
         )
     head = ["folder", "records", "model", "source", "dtype", "template", "seed", "essays", "revision"]
@@ -215,13 +215,14 @@ def rule_options(setting: Setting) -> Table:
 
 
 def tokens_per_second(records: Sequence[Record]) -> float | None:
-    """None where nothing was decoded."""
-    seconds = sum(record.seconds["decode"] for record in records)
+    """From the end of the prompt on: with its eviction and drafts. None where nothing was decoded."""
+    seconds = sum(r.seconds["first_step"] + r.seconds["decode"] for r in records)
     return sum(record.answer_tokens for record in records) / seconds if seconds else None
 
 
-def _revision(git: dict[str, Any] | None) -> str:
+def _revision(meta: dict[str, Any]) -> str:
     """A commit, and whether the files were its own."""
+    git = meta["git_revision"]
     return "-" if git is None else git["commit"][:12] + " and changes" * git["dirty"]
 
 

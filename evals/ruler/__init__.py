@@ -23,18 +23,19 @@ OTHERS: dict[str, Callable[[str, CountTokens, int], Generated]] = {
     "cwe": CommonWords,
     "fwe": FrequentWords,
 }
-TASKS = (*NEEDLES, *OTHERS, *SOURCES)
+TASKS = tuple(f"ruler:{name}" for name in (*NEEDLES, *OTHERS, *SOURCES))
 
 
 def make(
     name: str, count_tokens: CountTokens, seed: int, essays: Essays, data: Path | None = None
 ) -> Generated:
-    """The task of this name, one of `TASKS`. `data`: a folder with the files of qa_1 and qa_2, which else
-    come from the hub. Raises ValueError for another name, and where these files cannot be had."""
-    if name in NEEDLES:
-        return Niah(name, count_tokens, seed, essays)
-    if name in SOURCES:
-        return DocumentQuestions(name, count_tokens, seed, load_corpus(name, data))
-    if name not in OTHERS:
-        raise ValueError(f"RULER has no task {name!r}, but {', '.join(TASKS)}")
-    return OTHERS[name](name, count_tokens, seed)
+    """The task `ruler:vt` and so on. `data`: a folder with the files of qa_1 and qa_2, which else come from
+    the hub. Raises FileNotFoundError where these cannot be had."""
+    if name not in TASKS:
+        raise ValueError(f"no task {name!r} in RULER: one of {', '.join(TASKS)}")
+    short = name.removeprefix("ruler:")
+    if short in NEEDLES:
+        return Niah(short, count_tokens, seed, essays)
+    if short in SOURCES:
+        return DocumentQuestions(short, count_tokens, seed, load_corpus(short, data))
+    return OTHERS[short](short, count_tokens, seed)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..hub import hub_rows
 from ..metrics import string_match_part
+from ..rows import find_file
 from ..task import CountTokens
 from .generated import Draw, Generated
 from .templates import DOCUMENT, QUESTIONS
@@ -110,20 +111,19 @@ SOURCES = {
 
 
 def load_corpus(task: str, data: Path | None) -> Corpus:
-    """From a file in the folder `data`, else from the hub. Raises ValueError where neither has it, and for a
-    file that has something else."""
+    """From a file in the folder `data`, or from the hub where that is None. Raises FileNotFoundError where it
+    is not there, ValueError for a file that has something else."""
     source = SOURCES[task]
-    for file in source.files:
-        if data is not None and (path := data / file).is_file():
-            return _corpus(str(path), _read(path, source))
+    file = find_file(f"ruler:{task} ({source.title})", source.files, data)
+    if file is not None:
+        return _corpus(str(file), _read(file, source))
     repository, config = source.hub
     try:
         return _corpus(f"hub:{repository}", source.read_hub(hub_rows(repository, config, "validation")))
     except (ImportError, ConnectionError) as error:
-        place = "no data folder was given" if data is None else f"{data} has neither"
-        raise ValueError(
-            f"{task} needs {source.title}, as {' or '.join(source.files)} in a data folder, or from the hub: "
-            f"{place}, and {error}"
+        raise FileNotFoundError(
+            f"no data for ruler:{task}, which needs {source.title}, as {' or '.join(source.files)} in a data "
+            f"folder, or from the hub: no data folder was given; and {error}"
         ) from error
 
 

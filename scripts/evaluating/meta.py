@@ -1,4 +1,5 @@
-"""`run_meta.json`: all that the records of a folder depend on, and whether a run may go on with them."""
+"""`run_meta.json`: all that the records of a folder depend on, and whether a run may go on with them, or ask
+for more."""
 
 from __future__ import annotations
 
@@ -12,19 +13,25 @@ from typing import Any
 
 from evals.essays import Essays
 from evals.prompting import Prompting
-from evals.rules import KEPT, Rule
-from evals.run_meta import NAME, read_meta
-from evals.task import Task
+from evals.records import Record
+from evals.rules import KEPT, Rule, label
+from evals.run import Group
+from evals.run_meta import NAME, asked_keys, read_meta, task_label
 from inertiakv import EvictionConfig
 from models import Transformer
 from scripts.benchmarking import machine, results
 
-BINDING = ("config", "model", "template", "essays", "data", "policies", "tasks")
+BINDING = ("config", "model", "template")
 """What must be the same for a run to go on."""
+SHARED = ("essays", "data", "policies", "tasks")
+"""What must be the same where both have it."""
 UNBOUND = ("started", "versions", "git_revision", "machine", "ranks")
 """What may differ, and is noted."""
 FREE = ("out", "resume", "json", "batch", "device", "attention", "compile")
 """Options of `config` that may differ: how records are made, and where they go, but not what they say."""
+MORE = ("tasks", "lengths", "samples", "policies", "compression", "budget", "essays", "data")
+"""Options of `config` that say what is asked, which each record tells of itself: a run may go on with others.
+What follows from them is in `SHARED`."""
 EXTRAS = ("tokenizers", "datasets", "rouge", "scipy", "wonderwords")
 """Packages that prompts and scores depend on, too."""
 
@@ -43,11 +50,13 @@ def describe(
     model: Transformer,
     prompting: Prompting,
     rules: Sequence[Rule],
-    tasks: Sequence[Task],
+    groups: Sequence[Group],
     essays: Essays | None,
     ranks: int,
 ) -> dict[str, Any]:
     """What a run is. `config` are the options of its command line."""
+    tasks = [group.task for group in groups]
+    samples = {task_label(group.task.name, group.length): len(group.indices) for group in groups}
     template = prompting.tokenizer.chat_template if prompting.template == "chat" else None
     return {
         "command": command,
@@ -66,6 +75,7 @@ def describe(
         "seed": config["seed"],
         "policies": {rule.policy: rule.eviction and _fields(rule.eviction) for rule in rules},
         "tasks": {task.name: {"metric": task.metric} for task in tasks},
+        "asked": [{"command": command, "rules": [str(rule) for rule in rules], "samples": samples}],
         "machine": machine.describe(model.device),
         "ranks": ranks,
         "started": now(),
@@ -80,35 +90,60 @@ def _fields(eviction: EvictionConfig) -> dict[str, Any]:
 
 def start(folder: Path, meta: dict[str, Any], *, resume: bool, note: bool) -> list[str]:
     """Describe the new run in a folder, or check that the one there is the same: with `resume` one that goes
-    on, which is noted with `note`, else one that another process has begun just now. What has changed of its
-    software since then. Raises ValueError where the settings are others."""
+    on and may ask for more, which is noted with `note`, else one that another process has begun just now.
+    Returns what has changed of its software since then. Raises ValueError where the settings are others."""
     file = folder / NAME
     begun = file.is_file()
     if not begun:
         folder.mkdir(parents=True, exist_ok=True)
         results.write(file, meta)
     there = read_meta(folder)
-    check_same(folder, there, meta, BINDING if resume else (*BINDING, "ranks"))
+    check_same(folder, there, meta, more=resume)
     if begun and resume and note:
         noted = {key: meta[key] for key in ("command", *UNBOUND)}
-        results.write(file, there | {"resumed": [*there.get("resumed", []), noted]})
+        results.write(file, extended(there, meta) | {"resumed": [*there.get("resumed", []), noted]})
     return [line for key in ("versions", "git_revision") for line in differences(there[key], meta[key], key)]
 
 
-def finish(folder: Path) -> None:
-    """Note that all records are there."""
-    results.write(folder / NAME, {**read_meta(folder), "finished": now()})
+def extended(there: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    """What is there, and what a run asks for beyond."""
+    both = {key: {**(there[key] or {}), **(meta[key] or {})} or there[key] for key in SHARED}
+    if asked_keys(meta) <= asked_keys(there):
+        return there | both
+    return there | both | {"asked": [*there.get("asked", []), *meta["asked"]], "finished": None}
 
 
-def check_same(folder: Path, there: dict[str, Any], meta: dict[str, Any], binding: Sequence[str]) -> None:
-    """Raise ValueError, naming what differs, where a run with other settings made the records in a folder."""
+def finish(folder: Path, meta: dict[str, Any], records: Sequence[Record]) -> None:
+    """Note where all records are there: of this run, and of what it has gone on with."""
+    there = read_meta(folder)
+    keys = {
+        (label(r.policy, r.compression, r.budget_asked), task_label(r.task, r.length), r.index)
+        for r in records
+    }
+    if asked_keys(there) | asked_keys(meta) <= keys:
+        results.write(folder / NAME, {**there, "finished": now()})
+
+
+def check_same(folder: Path, there: dict[str, Any], meta: dict[str, Any], *, more: bool) -> None:
+    """Raise ValueError, naming what differs, where a run with other settings made the records in a folder.
+    With `more` it may have asked for other tasks, samples or rules."""
+    free = (*FREE, *MORE) if more else FREE
     old, new = (
-        {**of, "config": {name: value for name, value in of["config"].items() if name not in FREE}}
+        {**of, "config": {name: value for name, value in of["config"].items() if name not in free}}
         for of in (there, meta)
     )
+    if more:
+        old |= {key: _common(old[key], new[key]) for key in SHARED}
+        new |= {key: _common(new[key], old[key]) for key in SHARED}
+    binding = (*BINDING, *SHARED) if more else (*BINDING, *SHARED, "ranks")
     differing = [line for key in binding for line in differences(old.get(key), new[key], key)]
     if differing:
         raise ValueError(f"{folder} is of another run, this one cannot go on with it: {'; '.join(differing)}")
+
+
+def _common(one: dict[str, Any] | None, other: dict[str, Any] | None) -> dict[str, Any]:
+    """What of one has its name in the other, too."""
+    return {name: value for name, value in (one or {}).items() if name in (other or {})}
 
 
 def differences(old: Any, new: Any, name: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from evals.records import Record, RecordFile, read_records
-from evals.run import Evaluation, Group, count
+from evals.run import Evaluation, Group
 from scripts.cli.console import say
 
 from . import meta
@@ -72,11 +72,12 @@ def run(
     folder: Path,
     process: Process,
     about: dict[str, Any],
+    bar: RecordBar,
     *,
     resume: bool,
 ) -> list[Record]:
-    """Make the records of this process's share that are not there yet. All those that are there in the end,
-    of all processes; the one that has made the last of them notes when."""
+    """Make the records of this process's share that are not there yet. All of the run that are there in the
+    end, by whatever process; the one that has made the last of them notes when."""
     mine = process.share(groups)
     say(f"{process}: looking at the prompts ...")
     evaluation.check(mine)
@@ -85,7 +86,8 @@ def run(
     with contextlib.closing(RecordFile(folder / process.file_name)) as file:
         done = {record.key for record in read_records(folder)}
         wanted = [key for group in mine for key in group.keys(evaluation.rules)]
-        with contextlib.closing(RecordBar(sum(k in done for k in wanted), len(wanted), str(process))) as bar:
+        bar.begin(sum(key in done for key in wanted), len(wanted))
+        with contextlib.closing(bar):
             try:
                 for record in evaluation.answer(mine, done):
                     file.append(record)
@@ -94,6 +96,7 @@ def run(
                 note(f"stopped: {bar.done:,} of {bar.total:,} records are in {folder}; go on with --resume")
                 raise
     records = read_records(folder)
-    if len(records) == count(groups, evaluation.rules):
-        meta.finish(folder)
-    return records
+    meta.finish(folder, about, records)
+    found = {record.key: record for record in records}
+    asked = (key for group in groups for key in group.keys(evaluation.rules))
+    return [found[key] for key in asked if key in found]

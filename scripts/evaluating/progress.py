@@ -21,16 +21,24 @@ EVERY = 30
 class RecordBar:
     """Progress in records, with the time to go: a bar on a terminal, elsewhere a line from time to time."""
 
-    def __init__(self, done: int, total: int, who: str) -> None:
-        self.start, self.total, self.first, self.who = time.monotonic(), total, done, who
+    def __init__(self, who: str) -> None:
+        self.who = who
+
+    def begin(self, done: int, total: int) -> None:
+        self.start, self.total, self.first = time.monotonic(), total, done
         self.done, self.said = done, self.start
         # No smoothing: records come in batches, and rules differ in speed.
         self.bar = tqdm(
-            total=total, initial=done, desc=who, unit=" records", disable=None, leave=False, smoothing=0
+            total=total, initial=done, desc=self.who, unit=" records", disable=None, leave=False, smoothing=0
         )
+
+    def draft(self, number: int, drafts: int) -> None:
+        """For `on_draft=` of a decoder: while it decodes drafts, a bar would seem to stand still."""
+        self.bar.set_postfix_str(f"rehearsing, draft {number} of {drafts}")
 
     def update(self) -> None:
         self.done += 1
+        self.bar.set_postfix_str("", refresh=False)
         self.bar.update()
         now = time.monotonic()
         if self.bar.disable and (self.done == self.total or now - self.said >= EVERY):
