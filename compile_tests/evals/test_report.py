@@ -667,5 +667,5 @@ def test_ranges() -> None:
 def test_tables_escape_what_would_break_them() -> None:
     table = Table("<a>", "", ["x"], [["a|b <i>"]])
     assert table.markdown() == "## <a>\n\n| x |\n| --- |\n| a\\|b <i> |"
-    assert "<td>a|b &lt;i&gt;</td>" in table.html()
+    assert "<td class=left>a|b &lt;i&gt;</td>" in table.html()
     assert "<h2>&lt;a&gt;</h2>" in table.html()
