@@ -90,8 +90,12 @@ def _read_header(file: Path) -> _Header:
 
 
 def _convert(file: Path, target: Path, header: _Header) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    options: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):  # earlier versions always dequantise
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     _complete(config, header)
     try:
@@ -100,8 +104,8 @@ def _convert(file: Path, target: Path, header: _Header) -> None:
             gguf_file=file.name,
             config=config,
             dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
+            **options,
         )
     except NotImplementedError as error:
         raise ValueError(f"{file}: transformers does not convert this kind of file: {error}") from error
