@@ -93,9 +93,8 @@ def _convert(file: Path, target: Path, header: _Header) -> None:
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    options: dict[str, Any] = {}
-    if hasattr(transformers, "GgufConfig"):  # earlier versions always dequantise
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    if not hasattr(transformers, "GgufConfig"):
+        raise RuntimeError(f"reading a GGUF file needs a later transformers than {transformers.__version__}")
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     _complete(config, header)
     try:
@@ -104,8 +103,8 @@ def _convert(file: Path, target: Path, header: _Header) -> None:
             gguf_file=file.name,
             config=config,
             dtype=torch.float32,
+            quantization_config=transformers.GgufConfig(dequantize=True),
             output_loading_info=True,
-            **options,
         )
     except NotImplementedError as error:
         raise ValueError(f"{file}: transformers does not convert this kind of file: {error}") from error
