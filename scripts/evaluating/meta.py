@@ -23,7 +23,7 @@ BINDING = ("config", "model", "template", "essays", "data", "policies", "tasks")
 """What must be the same for a run to go on."""
 UNBOUND = ("started", "versions", "git_revision", "machine", "ranks")
 """What may differ, and is noted."""
-FREE = ("out", "resume", "json", "batch", "device", "attention", "compile")
+FREE = ("out", "resume", "json", "batch", "tensor_parallel_size", "device", "attention", "compile")
 """Options of `config` that may differ: how records are made, and where they go, but not what they say."""
 EXTRAS = ("tokenizers", "datasets", "rouge", "scipy", "wonderwords")
 """Packages that prompts and scores depend on, too."""
