@@ -77,6 +77,7 @@ def test_one_object_says_everything(both_batches: dict[str, Any]) -> None:
         "source": "made in memory",
         "layers": 2,
         "quantize": None,
+        "ranks": 1,
         "parameters": 2 * LAYER + 64 + 2 * 512 * 64,
     }
     assert not both_batches["skipped"]

@@ -36,6 +36,7 @@ SHARES = Shares(0.8, 0.5, None, "given")
 QUICK = ["--model", "tiny", "--device", "a100", "--context", "400", "--new-tokens", "64"]
 # Of each way to evict, to spread budgets and to keep tables. Where heads share budgets, a prompt decides.
 RULES = ("full", "inertiakv", "tova", "h2o", "snapkv", "pyramidkv", "streaming_llm", "random_after_prompt")
+RULES += ("rehearsed",)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,29 @@ def test_sessions_read_one_by_one_need_room_for_one_prompt() -> None:
     whole = dataclasses.replace(room, prompt=0, decode=100, workspace=0)
     # Ten times fewer bytes a session, and of ten times more sessions what the prompt leaves.
     assert (whole.most_one_by_one(2000), room.most_one_by_one(2000)) == (10, 89)
+
+
+def test_a_rehearsal_is_its_steps_and_a_pass_for_each_draft() -> None:
+    rank, rule = tiny_rank(), policy("rehearsed", draft=5, drafts=3, budget=40)
+    request = Request(400, 20, rule)
+    room = room_for(rank, request, CHUNK)
+    where = (rank, room, request, 2, DEVICE, SHARES, None)
+    weights = traffic.weight_bytes(rank.model, 10) / 0.8e9
+    scoring = weights + 2 * room.prompt / 0.5e9
+    assert speed.rehearsal(*where) == pytest.approx(3 * (4 * speed.step(*where).seconds + scoring))
+    fast = dataclasses.replace(DEVICE, flops={4: 1e6})  # whose arithmetic is what takes time
+    scoring += 2 * rank.active * 10 / 1e6 - weights
+    where = (rank, room, request, 2, fast, SHARES, None)
+    assert speed.rehearsal(*where) == pytest.approx(3 * (4 * speed.step(*where).seconds + scoring))
+    linked = (tiny_rank(2), room, request, 2, DEVICE, SHARES, Link(1e9, 1e-3))
+    unlinked = (*linked[:-1], None)
+    # 3 drafts of 4 steps, the passes, and all-reduces: five a pass for hidden states, and a score a layer.
+    least = 3 * (4 * 5 + 5 + 2) * 1e-3
+    assert speed.rehearsal(*linked) > speed.rehearsal(*unlinked) + least
+    whole = Request(400, 20, policy("rehearsed", budget=500))
+    others = (Request(400, 20, None), Request(400, 20, EvictionConfig()), whole)
+    for other in others:
+        assert speed.rehearsal(rank, room_for(rank, other, CHUNK), other, 2, DEVICE, SHARES, None) == 0
 
 
 # --- several devices
@@ -351,6 +375,30 @@ def test_one_object_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
         assert (room["bytes_a_row"]["prompt_cache"] > 0) == (room["policy"] != "full")
     assert all(0 <= point["compression"] < 1 for point in found["sweep"])
     assert "another kind of device" in " ".join(found["notes"]) or found["shares"]["source"].endswith("cuda")
+
+
+def test_a_rehearsal_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*QUICK, "--policy", "rehearsed"]
+    found = run(capsys, *argv)
+    times = {step["policy"]: step["rehearsal_ms"] for step in found["steps"]}
+    assert times["full"] == 0 < times["rehearsed"]
+    assert plan.main(argv) == 0
+    text = capsys.readouterr().out
+    assert "note: rehearsal ms: 2 drafts of 64 tokens before an answer's second token" in text
+    assert f"{times['rehearsed']:,.2f}  " in text
+    assert "rehearsal ms" in tables.steps({"steps": found["steps"]}).head
+    assert plan.main(QUICK) == 0
+    assert "rehearsal" not in capsys.readouterr().out
+    assert plan.main([*QUICK[:4], "--policy", "rehearsed", "--context", "448", "--new-tokens", "64"]) == 2
+    assert "448 tokens and 65 for a draft exceed the model's 512 positions" in capsys.readouterr().err
+
+
+def test_a_budget_that_evicts_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = run(capsys, *QUICK[:4], "--context", "100,300,400", "--new-tokens", "9", "--budget", "300")[
+        "notes"
+    ]
+    told = [f"a budget of 300 tokens evicts nothing of a context of {context}" for context in (100, 300)]
+    assert [note for note in notes if "budget" in note] == told
 
 
 def test_tables_say_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from . import memory
 from .cache import CacheShape, SlotCache, bucket
 from .config import Scope
 from .protocol import LanguageModel, Sizes
+from .ranks import ranks_of
 from .recording import Recorder
 from .rows import Rows
 
@@ -27,6 +28,7 @@ class Buffers:
 
     def __init__(self, model: LanguageModel) -> None:
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
+        self.ranks = ranks_of(model)
         self.scope: Scope = "shared"
         self.recorded_steps = 0
         self.recorder: Recorder | None = None
@@ -41,7 +43,7 @@ class Buffers:
         """A cache for whole prompts, or a further turn, of at most `tokens` tokens a row; its memory is in
         use until it has been evicted."""
         shape = self.shape(batch, bucket(tokens + 1))
-        memory.require({"prompt cache": shape.nbytes(self.dtype)}, self.device)
+        memory.require({"prompt cache": shape.nbytes(self.dtype)}, self.device, self.ranks)
         return SlotCache(shape, dtype=self.dtype, device=self.device)
 
     def decode_cache(self, batch: int, slots: int) -> SlotCache:
@@ -85,4 +87,4 @@ class Buffers:
             "decode cache": max(0, self.shape(batch, decode_slots).nbytes(self.dtype) - held),
             "prefill": prefill_bytes(self.config, batch, chunk, self.dtype),
         }
-        memory.require(parts, self.device)
+        memory.require(parts, self.device, self.ranks)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 
 import torch
+
+from .ranks import ALONE, Ranks
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -36,10 +39,14 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def require(parts: dict[str, int], device: torch.device) -> None:
-    """Raise MemoryError, saying how much each of `parts` (bytes) takes, where they exceed what is
-    available."""
+def require(parts: dict[str, int], device: torch.device, ranks: Ranks = ALONE) -> None:
+    """Raise MemoryError, saying how much each of `parts` (bytes) takes, where they exceed what is available:
+    on each of `ranks`, where any of them has too little, so that none goes on without it."""
     available, needed = available_bytes(device), sum(parts.values())
+    if ranks.size > 1:
+        own = torch.tensor([math.inf if available is None else available], dtype=torch.float64, device=device)
+        least = ranks.gather(own).min().item()
+        available = None if least == math.inf else int(least)
     if available is not None and needed > available:
         listing = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
         raise MemoryError(

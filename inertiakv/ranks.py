@@ -3,9 +3,10 @@
 A rank sees the K, V and attention of its own heads, and the retention set is one for all heads. Where a
 score is a mean over heads, and what becomes of it is linear, as the recurrence over layers is, each rank runs
 the recurrence with the mean over its own heads; the mean of what the ranks come out with is what one process
-would have. Every decision is made from such means and from logits that all ranks have, so that all decide
-alike. That rests on a reduction giving each rank the same bits, as those of NCCL and gloo do: a sum is made
-once, in one place, and handed to all.
+would have. Where several queries score together and the best one counts, the mean over ranks comes before
+that, in every layer. Every decision is made from such means and from logits that all ranks have, so that all
+decide alike. That rests on a reduction giving each rank the same bits, as those of NCCL and gloo do: a sum is
+made once, in one place, and handed to all.
 
 Shape letters: B batch, X retention sets, N slots.
 """
@@ -75,8 +76,6 @@ def check_rule(eviction: EvictionConfig | None, ranks: Ranks) -> None:
         problem = f"scorer={eviction.scorer!r} looks at all heads together"
     elif eviction.scorer == "expected_attention" and ranks.kv_copies > 1:
         problem = f"{rule} takes the best token of a KV head, which {ranks.kv_copies} ranks share"
-    elif eviction.window_by == "max":
-        problem = "window_by='max' takes the best query of all heads together"
     elif isinstance(eviction, AdaptiveAlpha):
         problem = "an adaptive alpha is chosen from the scores of all heads"
     elif eviction.allocation in ("adaptive", "model"):

@@ -20,6 +20,7 @@ from .config import ScorerName
 from .expected_attention import SINKS, Rotations, expected_weights
 from .learned import LearnedScorer
 from .randomness import uniform
+from .ranks import ALONE, Ranks
 
 
 class Evidence(NamedTuple):
@@ -51,18 +52,21 @@ class Evidence(NamedTuple):
     """The scorer `learned`."""
     rotations: Rotations | None
     """Of the queries, for `expected_attention`."""
+    ranks: Ranks
+    """Those that share the retention sets, each with heads of its own."""
 
     @property
     def weights(self) -> Tensor:
         assert self.weights_BGRN is not None, "this scorer is not among those of config.OF_ATTENTION"
         return self.weights_BGRN
 
-    def mean(self, x_BGR: Tensor) -> Tensor:
+    def mean(self, x_BGR: Tensor, ranks: Ranks = ALONE) -> Tensor:
         """Mean over the queries of a KV head, of what is 0 for padding: [B, G, R, ...] to [B, G, ...]. With
-        `by="max"` it is the mean over query heads alone, and the most that any of the queries has."""
+        `by="max"` it is the mean over query heads alone, of which `ranks` have more, and the most that any of
+        the queries has."""
         queries = self.q_BHTD.shape[2]
         if self.by == "max" and queries > 1:
-            return x_BGR.unflatten(2, (-1, queries)).mean(2).amax(2)
+            return ranks.mean(x_BGR.unflatten(2, (-1, queries)).mean(2)).amax(2)
         mean_BG = x_BGR.mean(2)
         if self.real_share_B is None:
             return mean_BG
@@ -73,7 +77,7 @@ def attention(e: Evidence) -> Tensor:
     """Mean over query heads of the attention on each token (arXiv 2609.03515, the default; TOVA, H2O, SnapKV
     use it, too)."""
     if e.seen_BXN.shape[1] == 1:  # of all heads at once, which is one kernel with what follows
-        return e.mean(e.weights.flatten(1, 2)[:, None])
+        return e.mean(e.weights.flatten(1, 2)[:, None], e.ranks)
     return e.mean(e.weights)
 
 

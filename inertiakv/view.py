@@ -105,6 +105,7 @@ class Scoring(NamedTuple):
     rotations: Rotations | None
     by: Literal["mean", "max"]
     record: bool
+    ranks: Ranks
 
 
 def enter(table: Table, step: Pass) -> Seen:
@@ -184,7 +185,14 @@ class CacheView:
             assert step.active_B is not None
             self.scoring = {
                 index: Scoring(
-                    aggregation.scorer, step.active_B, scalars, aggregation.learned, rotations, by, record
+                    aggregation.scorer,
+                    step.active_B,
+                    scalars,
+                    aggregation.learned,
+                    rotations,
+                    by,
+                    record,
+                    self.ranks,
                 )
                 for index, scalars in aggregation.by_layer().items()
             }
@@ -316,6 +324,7 @@ class LayerView:
             scoring.coefficients.salt,
             scoring.learned,
             scoring.rotations,
+            scoring.ranks,
         )
         score_BXN = by_set(SCORERS[scoring.scorer](evidence), held_BXN.shape[1])
         scored_BXN = held_BXN & scoring.scored_B[:, None, None]

@@ -239,7 +239,8 @@ def _fill(views: dict[str, Tensor], stored: Mapping[str, Stored], ranks: Ranks) 
             if scale is None:
                 views.pop(name).copy_(own)
             else:
-                quantize_into(own, views.pop(name), scale)
+                split = own.shape[1] < stored[name].shape[1]
+                quantize_into(own, views.pop(name), scale, ranks if split else ALONE)
             progress.update(stored[name].num_bytes)
             num_bytes += own.nbytes
     assert not views, f"not filled: {sorted(views)}"

@@ -24,14 +24,9 @@ PATIENCE = timedelta(minutes=10)
 """For a rank that lives but does not answer: reading a checkpoint may take one of them longer than others."""
 
 
-@contextmanager
-def joined(device: str | None = None) -> Iterator[tuple[Ranks, torch.device]]:
-    """Join the other processes of `torchrun`, by its environment: this one's rank, and its device, which is a
-    GPU of its own, or the CPU where there is none or `device` says so. Started in another way: alone.
-
-    Raises ValueError for an environment, or a device, that cannot be, and ConnectionError where another one
-    ends before this one does.
-    """
+def place() -> tuple[int, int, int]:
+    """Which of the processes of `torchrun` this is, of how many, and which of those on its machine. By its
+    environment; started in another way: alone. Raises ValueError for one that cannot be."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     try:
         index, count, local = (
@@ -39,6 +34,23 @@ def joined(device: str | None = None) -> Iterator[tuple[Ranks, torch.device]]:
         )
     except ValueError as error:
         raise ValueError(f"{', '.join(names)} must be whole numbers: {error}") from error
+    if not 0 <= index < count:
+        raise ValueError(f"RANK must be from 0 to WORLD_SIZE - 1, got {index} of {count}")
+    return index, count, local
+
+
+@contextmanager
+def joined(device: str | None = None, size: int | None = None) -> Iterator[tuple[Ranks, torch.device]]:
+    """Join the other processes of `torchrun`: this one's rank, and its device, which is a GPU of its own, or
+    the CPU where there is none or `device` says so. `size`: how many hold a model together, by default all;
+    with fewer, neighbours do, and groups of them, or with 1 all processes, do not talk to each other.
+
+    Raises ValueError for an environment, a device or a size that cannot be, and ConnectionError where another
+    one of the group ends before this one does.
+    """
+    index, count, local = place()
+    size = count if size is None else size
+    check_groups(size, count)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if count == 1:
         yield ALONE, torch.device(kind)
@@ -47,19 +59,23 @@ def joined(device: str | None = None) -> Iterator[tuple[Ranks, torch.device]]:
         raise ValueError(f"device {kind!r} with {count} ranks: give cpu, or cuda for a GPU each")
     if kind == "cuda" and local >= torch.cuda.device_count():
         raise ValueError(f"rank {index} needs a GPU of its own; there are {torch.cuda.device_count()}")
+    own = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
+    if size == 1:
+        yield ALONE, own
+        return
 
     import torch.distributed as dist
     from torch.distributed import nn  # noqa: F401  which would hold the group if imported later, see below
 
-    own = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(own)
         dist.init_process_group("nccl", timeout=PATIENCE, device_id=own)
     else:
         dist.init_process_group("gloo", timeout=PATIENCE)
-    mesh = dist.init_device_mesh(kind, (count,), mesh_dim_names=("heads",))
+    axes = {"heads": size} if size == count else {"models": count // size, "heads": size}
+    mesh = dist.init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
     try:
-        yield Ranks(index, count, mesh.get_group().group_name), own
+        yield Ranks(index % size, size, mesh.get_group("heads").group_name), own
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise ConnectionError(f"rank {index} has lost another one of {count}: {error}") from error
@@ -69,6 +85,12 @@ def joined(device: str | None = None) -> Iterator[tuple[Ranks, torch.device]]:
     # whatever group there is when it is first imported, for good.
     del mesh
     dist.destroy_process_group()
+
+
+def check_groups(size: int, count: int) -> None:
+    """Raise ValueError where processes do not go into groups of a size."""
+    if size < 1 or count % size:
+        raise ValueError(f"{count} processes do not go into groups of {size}, each with a model")
 
 
 def share(config: ModelConfig, ranks: Ranks) -> tuple[ModelConfig, Ranks]:

@@ -4,12 +4,16 @@ The contenders take turns, a block of decode steps each, so that whatever the ma
 alike. Every time is set against the limit: the bytes that a step must read (weights once, kept K and V once)
 over the bandwidth that this machine reads with.
 
+Processes that torchrun starts hold the model together. A step's time is the slowest one's; bytes, and the
+bandwidth, are those of rank 0, measured while the others measure theirs.
+
 Examples:
   python scripts/bench.py                              SmolLM2-135M: the main policies, and transformers
   python scripts/bench.py --context 2048,8192 --batch 1,8 --dtype bfloat16,float32
   python scripts/bench.py --policies full,lazy4 --against none --profile --out lazy.json
   python scripts/bench.py --shape llama-3.2-1b --layers 4 --context 65536 --skip-prefill
   python scripts/bench.py --shape llama-3.1-8b --context 65536 --batch 1,16 --skip-prefill --compile-times
+  torchrun --nproc-per-node 4 scripts/bench.py --shape llama-3.3-70b --context 65536 --skip-prefill
 
 Tables go to stdout, or with --json one object, progress to stderr. The exit code is 0, or 2 where the
 command line or a file is wrong, or nothing could be measured.
@@ -32,8 +36,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
+from inertiakv.ranks import Ranks
 from models import Transformer, load_model
 from models.hub import find_folder
+from models.parallel import joined
 from scripts.benchmarking import breakdown, machine, report, results, scaling, traffic
 from scripts.benchmarking.compiling import compile_seconds
 from scripts.benchmarking.contender import Case, Contender
@@ -42,6 +48,7 @@ from scripts.benchmarking.options import Options, parse
 from scripts.benchmarking.ours import Ours
 from scripts.benchmarking.rivals import Rival, rival
 from scripts.benchmarking.shapes import random_model, shape, without_position_limit
+from scripts.cli import program
 
 PROFILE_ROUNDS, PROFILE_STEPS = 24, 4  # the steps are made whole periods
 
@@ -51,24 +58,23 @@ def say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        bench(parse(sys.argv[1:] if argv is None else argv, __doc__))
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-        return 2
-    return 0
+    return program.run(lambda: run(parse(sys.argv[1:] if argv is None else argv, __doc__)))
 
 
-def bench(options: Options) -> None:
+def run(options: Options) -> None:
+    """Measure, alone or with the other processes of torchrun, of which one speaks and writes."""
+    with joined(str(options.device)) as (ranks, device), program.silence(ranks.rank > 0):
+        options = replace(options, device=device, out=options.out if ranks.rank == 0 else None)
+        bench(options, ranks)
+
+
+def bench(options: Options, ranks: Ranks) -> None:
     """Measure, write, print. The file is written after every setting, so that what is broken off leaves what
     it has measured."""
     others = [(results.read(file), file.name) for file in options.merge]
     result: dict[str, Any] = {}
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
-        for result in measure(options):
+        for result in measure(options, ranks):
             for other, name in others:
                 result["contenders"] += results.merge(result, other, name)
             if options.out:
@@ -78,18 +84,19 @@ def bench(options: Options) -> None:
     print(json.dumps(result) if options.json else report.text(result))
 
 
-def measure(options: Options) -> Iterator[dict[str, Any]]:
+def measure(options: Options, ranks: Ranks) -> Iterator[dict[str, Any]]:
     """After every setting in which something could be measured, everything so far as the JSON object."""
     compiled = compile_times(options) if options.compile_times else None
     contenders: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     for dtype in options.dtypes:
-        model, raw = load(options, dtype)
+        model, raw = load(options, dtype, ranks)
         about = {
             "name": options.name,
             "source": model.source,
             "layers": model.config.num_layers,
             "quantize": options.quantize,
+            "ranks": ranks.size,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
         for context, batch in itertools.product(options.contexts, options.batches):
@@ -138,16 +145,17 @@ def release(options: Options) -> None:
         torch.cuda.empty_cache()
 
 
-def load(options: Options, dtype: str | torch.dtype) -> tuple[Transformer, dict[str, Any]]:
-    """The model, and its config.json."""
+def load(options: Options, dtype: str | torch.dtype, ranks: Ranks) -> tuple[Transformer, dict[str, Any]]:
+    """The model, or this rank's part of it, and its config.json."""
     say(f"loading {options.name} ...")
     if options.shape is not None:
         assert isinstance(dtype, torch.dtype)
         raw = shape(options.shape, options.layers)
-        return random_model(raw, dtype, options.device, options.quantize), raw
+        return random_model(raw, dtype, options.device, options.quantize, ranks), raw
     folder, _ = find_folder(options.name)
     raw = json.loads((folder / "config.json").read_text())
-    model, _ = load_model(options.name, dtype=dtype, device=options.device, quantize=options.quantize)
+    how = {"dtype": dtype, "device": options.device, "quantize": options.quantize, "ranks": ranks}
+    model, _ = load_model(options.name, **how)
     return model, raw
 
 
@@ -185,6 +193,8 @@ def run_case(case: Case, options: Options) -> tuple[list[dict[str, Any]], list[d
         try:
             measured.append(begin(make_contender(name, own, options), options.device, say))
         except Exception as error:  # whatever it is, the others' numbers are worth having
+            if case.model.ranks.size > 1 and not isinstance(error, (ValueError, MemoryError)):
+                raise  # ranks may not all have it, and be in different places
             reason = " ".join(str(error).split()) or type(error).__name__
             skipped.append({"name": name, **about, "reason": reason})
             say(f"left out: {report.skipped_line(skipped[-1])}")

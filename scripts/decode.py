@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's o
 
 from inertiakv import POLICIES, Decoder, EvictionConfig, Sampling, StopStrings, policy
 from inertiakv.learned import check_file
-from inertiakv.ranks import ALONE, Ranks
+from inertiakv.ranks import ALONE, Ranks, check_rule
 from models import load_model
 from models.parallel import joined
-from scripts.cli import options, prompts
-from scripts.cli.console import Answer, LiveAnswer, PrefillBar, say, silence
+from scripts.cli import options, program, prompts
+from scripts.cli.console import Answer, LiveAnswer, PrefillBar, say
 from scripts.cli.machine import ModelOptions, check_device, loading
 from scripts.cli.report import Run, agreement, summary
 
@@ -139,7 +139,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return options.run(
+    return program.run(
         lambda: decode(options.parse(Arguments, argv, prog="decode.py", description=__doc__ or ""))
     )
 
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def decode(args: Arguments) -> None:
     """Answer the prompts, alone or together with the other processes of torchrun, of which one speaks."""
     check_device(args.machine.device)
-    with joined(args.machine.device) as (ranks, device), silence(ranks.rank > 0):
+    with joined(args.machine.device) as (ranks, device), program.silence(ranks.rank > 0):
         machine = dataclasses.replace(args.machine, device=str(device))
         answer_prompts(dataclasses.replace(args, machine=machine), ranks)
 
@@ -156,6 +156,7 @@ def answer_prompts(args: Arguments, ranks: Ranks) -> None:
     """Answer the prompts with each policy. What is wrong by itself is found before the model is loaded."""
     policies = choose_policies(args.policy)
     for _, eviction in policies:
+        check_rule(eviction, ranks)
         if eviction is not None and eviction.scorer_file is not None:
             check_file(eviction.scorer_file)
     sampling = Sampling(**options.given(args.answer.sampling))

@@ -11,12 +11,15 @@ Examples:
   python scripts/eval.py --tasks longbench --data LongBench --model meta-llama/Llama-3.1-8B-Instruct --batch 4
   python scripts/eval.py --tasks chains --lengths 1024 --samples 20 --policies full,lazy4,tova --budget 128
   torchrun --nproc-per-node 4 scripts/eval.py --tasks ruler --lengths 16384 --samples 500 --resume
+  torchrun --nproc-per-node 8 scripts/eval.py --model meta-llama/Llama-3.3-70B-Instruct \
+    --tensor-parallel-size 4 --tasks ruler --lengths 65536 --samples 100
 
 --out becomes a folder with run_meta.json (every setting, versions, hashes) and records.jsonl, a line for each
 answer, written as it comes. A run that was stopped goes on with the same command and --resume: no record is
 lost, none is made twice. With other tasks, lengths, samples, policies or budgets --resume adds to what is
 there. Under torchrun each process answers every n-th sample, on a GPU of its own where there are GPUs, and
-writes records-RANK.jsonl; another number of processes may go on with them.
+writes records-RANK.jsonl; another number of processes may go on with them. A model that no GPU holds is held
+by --tensor-parallel-size processes together, and samples are shared among such groups.
 
 Scores go to stdout, or with --json one object; progress to stderr. The exit code is 0, or 2 where the command
 line or a file is wrong.
@@ -33,21 +36,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
 from evals import registry
-from evals.essays import load_essays
+from evals.essays import Essays, load_essays
 from evals.prompting import Prompting
 from evals.records import Record, means
 from evals.rules import Rule, choose_rules
 from evals.run import Evaluation, count, make_groups
 from evals.run_meta import NAME, read_meta
+from inertiakv.ranks import Ranks, check_rule
+from models.parallel import joined
 from scripts import decode
-from scripts.cli import options
+from scripts.cli import options, program
 from scripts.cli.console import say
 from scripts.cli.machine import check_device, loading
 from scripts.evaluating import meta
@@ -101,6 +106,8 @@ class MachineOptions(decode.MachineOptions):
 
     batch: int = 1
     """Prompts that are read and answered together."""
+    tensor_parallel_size: int = 1
+    """Processes, and so GPUs, that hold a model together, with torchrun."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,7 @@ class Arguments:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "scripts/eval.py", *argv])
-    return options.run(
+    return program.run(
         lambda: evaluate(options.parse(Arguments, argv, prog="eval.py", description=__doc__ or ""), command)
     )
 
@@ -134,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def evaluate(args: Arguments, command: str) -> None:
     """Ask everything. What is wrong by itself is found before the model is loaded, and what the prompts show
     before any is answered."""
-    process = Process.here()
+    process = Process.here(args.machine.tensor_parallel_size)
     rules = choose_rules(
         args.rule.policies.split(","),
         options.numbers("compression", args.rule.compression, float),
@@ -149,21 +156,39 @@ def evaluate(args: Arguments, command: str) -> None:
         essays = load_essays(args.task.essays) if registry.needing("essays", names) else None
     if args.machine.batch < 1:
         raise ValueError(f"--batch must be at least 1, got {args.machine.batch}")
-    device = args.machine.device or process.device
-    check_device(device)
+    check_device(args.machine.device)
+    asked = Asked(command, process, rules, names, lengths, essays)
+    with joined(args.machine.device, process.size) as (ranks, device), program.silence(ranks.rank > 0):
+        check_ranks(rules, ranks)
+        records, total = ask(args, asked, ranks, str(device))
+        report(args.output, records, rules, total)
 
+
+class Asked(NamedTuple):
+    """What a command line comes to."""
+
+    command: str
+    process: Process
+    rules: list[Rule]
+    names: list[str]
+    lengths: list[int]
+    essays: Essays | None
+
+
+def ask(args: Arguments, asked: Asked, ranks: Ranks, device: str) -> tuple[list[Record], int]:
+    """Load the model, or this rank's part of it, and make the records that it should. Those that are there,
+    and how many there will be."""
+    process, rules, lengths = asked.process, asked.rules, asked.lengths
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
         say(f"loading {args.machine.model} ...")
-        model, tokenizer = decode.load(dataclasses.replace(args.machine, device=device))
+        model, tokenizer = decode.load(dataclasses.replace(args.machine, device=device), ranks)
         most = model.config.max_positions
         if lengths and max(lengths) > most:
             raise ValueError(f"--lengths {max(lengths)} is more than the model's {most} positions")
         prompting = Prompting(tokenizer, args.task.template)
+        source = (args.task.seed, args.task.samples, asked.essays, args.task.data)
         with loading():
-            tasks = registry.make_tasks(
-                names,
-                registry.Setting(prompting, most, args.task.seed, args.task.samples, essays, args.task.data),
-            )
+            tasks = registry.make_tasks(asked.names, registry.Setting(prompting, most, *source))
         groups = make_groups(tasks, lengths, args.task.samples)
         bar = RecordBar(str(process))
         evaluation = Evaluation(
@@ -176,9 +201,12 @@ def evaluate(args: Arguments, command: str) -> None:
             on_compile=lambda what: note(f"compiling the {what} ..."),
             on_draft=bar.draft,
         )
-        about = meta.describe(command, config(args), model, prompting, rules, groups, essays, process.ranks)
+        processes = process.ranks * process.size
+        about = meta.describe(
+            asked.command, config(args), model, prompting, rules, groups, asked.essays, processes
+        )
         records = run(evaluation, groups, args.output.out, process, about, bar, resume=args.output.resume)
-    report(args.output, records, rules, count(groups, rules))
+    return records, count(groups, rules)
 
 
 def check_tasks(args: TaskOptions, names: Sequence[str], lengths: Sequence[int]) -> None:
@@ -204,6 +232,15 @@ def check_budgets(rules: Sequence[Rule], lengths: Sequence[int]) -> None:
                 rule.eviction.budget_for(length)
             except ValueError as error:
                 raise ValueError(f"{rule}, --lengths {length}: {error}") from error
+
+
+def check_ranks(rules: Sequence[Rule], ranks: Ranks) -> None:
+    """Raise ValueError for a rule that a model on several ranks cannot go by."""
+    for rule in rules:
+        try:
+            check_rule(rule.eviction, ranks)
+        except ValueError as error:
+            raise ValueError(f"{rule}: {error}") from error
 
 
 def check_folder(args: OutputOptions, process: Process) -> None:

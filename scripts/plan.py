@@ -17,6 +17,7 @@ Tables go to stdout, or with --json one object. The exit code is 0, or 2 where s
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -40,7 +41,7 @@ from models import ModelConfig, parse_config
 from models.config import parse_dtype
 from models.hub import find_config
 from scripts.benchmarking.shapes import SHAPES
-from scripts.cli import options
+from scripts.cli import options, program
 from scripts.planning import chart, check, devices, tables
 from scripts.planning.plans import FULL, Plan
 from scripts.planning.speed import Link, Shares
@@ -132,7 +133,7 @@ class Arguments:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "scripts/plan.py", *argv])
-    return options.run(
+    return program.run(
         lambda: run(options.parse(Arguments, argv, prog="plan.py", description=__doc__ or ""), command)
     )
 
@@ -176,13 +177,15 @@ def make(args: Arguments) -> Plan:
     )
     for option, number in (("new-tokens", request.new_tokens), ("prefill-chunk", request.prefill_chunk)):
         devices.check_positive(option, number)
-    check_positions(contexts, request.new_tokens, config.max_positions)
+    rule = chosen_rule(request)
+    fed = rule.draft + 1 if rule is not None and rule.draft else 0
+    check_positions(contexts, request.new_tokens, config.max_positions, fed)
     for option, share in (("usable", given.usable), ("share", given.share)):
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"--{option} must be above 0 and at most 1, got {share:g}")
     if args.model.quantize is not None and config.moe is not None:
         raise ValueError("--quantize: the experts of a mixture are not quantised")
-    rules = {FULL: None, request.policy: chosen_rule(request)}
+    rules = {FULL: None, request.policy: rule}
     link = make_link(given, ranks)
     device = devices.choose(given.device, given.memory_gb, given.bandwidth_gb_per_s, given.tflops)
     shares = choose_shares(given.share, device.kind, args.model.quantize or str(dtype).removeprefix("torch."))
@@ -271,6 +274,15 @@ def notes(plan: Plan) -> list[str]:
         said.append("all-reduces take no time here: see --interconnect-gb-per-s")
     if max(plan.ranks) > plan.config.num_kv_heads:
         said.append(f"{plan.config.num_kv_heads} KV heads are fewer than ranks: each is on several")
+    for rule, context in itertools.product(plan.rules.values(), plan.contexts):
+        if rule is not None and rule.budget is not None and rule.budget >= context:
+            said.append(f"a budget of {rule.budget:,} tokens evicts nothing of a context of {context:,}")
+    for rule in plan.rules.values():
+        if rule is not None and rule.draft:
+            said.append(
+                f"rehearsal ms: {rule.drafts} drafts of {rule.draft} tokens before an answer's second token, "
+                "decode steps and a pass over the prompt each; no part of ms and token/s"
+            )
     if any(rule is not None and rule.allocation in ("adaptive", "model") for rule in plan.rules.values()):
         said.append(
             "buffers are as large as the fullest set needs, which only a prompt tells: at least what is said"

@@ -28,7 +28,7 @@ from evals.reporting import figures, page
 from evals.reporting.numbers import numbers
 from evals.reporting.runs import read_run
 from evals.reporting.suites import combine
-from scripts.cli import options
+from scripts.cli import options, program
 from scripts.cli.console import say
 
 
@@ -48,7 +48,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return options.run(
+    return program.run(
         lambda: report(options.parse(Arguments, argv, prog="report.py", description=__doc__ or ""))
     )
 

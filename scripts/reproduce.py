@@ -33,7 +33,7 @@ from evals import registry
 from inertiakv import POLICIES
 from scripts import eval as evaluation
 from scripts import report
-from scripts.cli import options
+from scripts.cli import options, program
 from scripts.cli.console import say
 
 ALPHAS = (0.0, 0.3, 0.6, 0.9, 0.95)
@@ -128,7 +128,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return options.run(
+    return program.run(
         lambda: reproduce(options.parse(Arguments, argv, prog="reproduce.py", description=__doc__ or ""))
     )
 

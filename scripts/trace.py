@@ -37,7 +37,7 @@ from inertiakv import Decoder, EvictionConfig
 from inertiakv.diagnostics import cached_sets
 from scripts import decode
 from scripts.benchmarking import results
-from scripts.cli import options, prompts
+from scripts.cli import options, program, prompts
 from scripts.cli.console import PrefillBar, say
 from scripts.cli.machine import check_device
 from scripts.tracing import analysis, plots, text_view
@@ -111,7 +111,7 @@ class Arguments:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "scripts/trace.py", *argv])
-    return options.run(
+    return program.run(
         lambda: trace(options.parse(Arguments, argv, prog="trace.py", description=__doc__ or ""), command)
     )
 

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's o
 from inertiakv.learned import RANK, save_scorer, settings_path
 from models import Transformer, load_model
 from models.encoding import encode_text
-from scripts.cli import options
+from scripts.cli import options, program
 from scripts.cli.console import say
 from scripts.cli.machine import ModelOptions, check_device, loading
 from scripts.cli.prompts import read_text
@@ -107,7 +107,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return options.run(
+    return program.run(
         lambda: run(options.parse(Arguments, argv, prog="train_scorer.py", description=__doc__ or ""))
     )
 

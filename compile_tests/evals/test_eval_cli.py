@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -13,14 +14,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from compile_tests.evals.benchmarks import BENCHMARKS
+from compile_tests.evals.benchmarks import BENCHMARKS, ESSAYS
 from compile_tests.evals.made import NEW_TOKENS, Made
 from compile_tests.test_decode_cli import Result
 from compile_tests.tiny_chat import LLAMA, tiny_chat
@@ -29,6 +30,8 @@ from evals.records import Mean, Record, RecordFile, read_records
 from evals.reporting.runs import read_run
 from evals.reporting.suites import combine
 from inertiakv import EvictionConfig, memory
+from inertiakv.ranks import ALONE, Ranks
+from models.parallel import joined
 from scripts import decode, report
 from scripts import eval as script
 from scripts.evaluating import progress
@@ -46,8 +49,6 @@ ARGV = (
     "full,lazy2,snapkv:window=8",
 )
 ARGV += ("--compression", "0.5", "--batch", 2)
-ESSAYS = SimpleNamespace(name="essays of these tests", sha256="e5")
-
 
 Cli = Callable[..., Result]
 
@@ -574,21 +575,65 @@ def test_a_process_leaves_the_folder_of_another_run_alone(
 
 
 def test_a_process_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Process.here() == Process(0, 1, None)
+    assert Process.here(1) == Process(0, 1)
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    process = Process.here()
-    assert process == Process(3, 8, 1)
+    assert Process.here(1) == Process(3, 8)
+    assert Process.here(2) == Process(1, 4, 2)
+    with pytest.raises(ValueError, match="8 processes do not go into groups of 3"):
+        Process.here(3)
+    with joined("cpu", 1) as joining:
+        assert joining == (ALONE, torch.device("cpu"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert process.device == "cuda:1"
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert process.device is None
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with joined(None, 1) as joining:
+        assert joining == (ALONE, torch.device("cuda:1"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ValueError, match="rank 3 needs a GPU of its own; there are 1"), joined(None, 1):
+        pass
     monkeypatch.setenv("RANK", "8")
     with pytest.raises(ValueError, match="RANK must be from 0 to WORLD_SIZE - 1, got 8 of 8"):
-        Process.here()
+        Process.here(1)
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ValueError, match="RANK, WORLD_SIZE, LOCAL_RANK must be whole numbers"):
-        Process.here()
+        Process.here(1)
+
+
+@pytest.mark.slow
+def test_groups_hold_a_model_and_share_the_samples(cli: Cli, tmp_path: Path) -> None:
+    """Four processes, of which two and two hold a model together, write what one does."""
+    model = tiny_chat(tmp_path / "model", heads=4, kv_heads=2)
+    argv = ["--tasks", "made", "--lengths", "90", "--samples", "3", "--compression", "0.5", "--batch", "2"]
+    argv += ["--policies", "full,lazy2,rehearsed:draft=4"]
+    assert cli(*argv, "--out", tmp_path / "one", model=model).code == 0
+    argv += ["--tensor-parallel-size", "2", "--out", str(tmp_path / "four"), "--model", str(model)]
+    argv += ["--dtype", "float64", "--device", "cpu", "--no-compile"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [*torchrun, "compile_tests/evals/runner.py", *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "four") == contents(tmp_path / "one")
+    names = {file.name for file in (tmp_path / "four").iterdir()}
+    assert names == {"run_meta.json", "records-0.jsonl", "records-1.jsonl"}
+    assert run_meta(tmp_path / "four")["ranks"] == 4
+    assert run_meta(tmp_path / "four")["finished"] is not None
+    assert 1 <= done.stdout.count("rehearsed") <= 2  # of the last group, or both where they end as one
+    assert done.stderr.count("group 0 of 2: looking") == done.stderr.count("group 1 of 2: looking") == 1
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_rules_that_ranks_cannot_go_by(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def joined(device: str, size: int) -> Iterator[Any]:
+        yield Ranks(0, size, "no group"), torch.device(device)
+
+    monkeypatch.setattr(script, "joined", joined)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    argv = [*MADE.split(), "--tensor-parallel-size", 2, "--out", tmp_path / "out"]
+    message = "kvzip@0.9: scorer='reconstruction' looks at all heads together: not with the model on 2 ranks"
+    assert cli(*argv, "--policies", "full,kvzip").error == message
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "3 processes do not go into groups of 2" in cli(*argv).error
 
 
 # Errors

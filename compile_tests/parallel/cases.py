@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class Case:
     kv_heads: int = 4
     sampling: Sampling = Sampling()  # noqa: RUF009 (immutable)
     dtype: str = "float64"
+    quantize: str | None = None
     compile: bool = False
 
     def folder(self, root: Path) -> Path:
@@ -44,6 +46,7 @@ class Case:
 
 _POOLED = policy("inertiakv", budget=14, window=5, pool=3, pool_at="always", rescue=3)
 _SAMPLED = Sampling(temperature=1.0, top_p=0.9, seed=3)
+_REHEARSED = policy("rehearsed", budget=12, draft=6)
 _EXPECTED = policy("adakv_ea", budget=12, window=8, scope="shared", allocation="uniform")
 FAMILIES = {
     "llama, full cache": Case("llama", None),
@@ -55,6 +58,7 @@ FAMILIES = {
     "qwen3, KV heads held twice": Case("qwen3", policy("inertiakv", budget=9, recent=3), kv_heads=2),
     "qwen3_moe": Case("qwen3_moe", policy("lazy2", budget=12)),
     "a set a head": Case("llama", policy("h2o", budget=12)),
+    "rehearsed, KV heads held twice": Case("llama", _REHEARSED, kv_heads=2),
 }
 RULES = {
     "the paper's": Case("llama", policy("inertiakv", budget=12)),
@@ -66,9 +70,14 @@ RULES = {
     "chance": Case("llama", policy("random", budget=12)),
     "a set a layer": Case("qwen2", policy("tova", budget=12)),
     "prompts": Case("llama", policy("snapkv", budget=12, window=4, recent=4)),
+    "the best query": Case("qwen2", policy("inertiakv", budget=12, window=4, window_by="max")),
+    "a layer's best query": Case("llama", policy("tova", budget=12, window=4, window_by="max")),
+    "a head's best query": Case("llama", policy("snapkv", budget=12, window=4, recent=4, window_by="max")),
     "expected attention": Case("llama", _EXPECTED),
     "sampled": Case("qwen2", policy("inertiakv", budget=12), sampling=_SAMPLED),
 }
+if importlib.util.find_spec("torchao"):
+    RULES["int8"] = Case("qwen2", policy("lazy2", budget=12), quantize="int8")
 COMPILED = {"compiled": Case("qwen2", policy("lazy2", budget=12), dtype="float32", compile=True)}
 BY_SIZE = {2: FAMILIES | RULES | COMPILED, 4: FAMILIES}
 """What so many ranks run."""
@@ -81,7 +90,7 @@ def prompts() -> list[list[int]]:
 
 def run(case: Case, root: Path, ranks: Ranks) -> dict[str, Any]:
     """What a process comes out with."""
-    model = load_checkpoint(case.folder(root), case.dtype, ranks=ranks)
+    model = load_checkpoint(case.folder(root), case.dtype, quantize=case.quantize, ranks=ranks)
     together = ranks.size > 1
     decoder = Decoder(model, case.rule, compile=case.compile, attention="dense", check_ranks=together)
     decoder.prefill(prompts(), max_new_tokens=NEW_TOKENS)

@@ -116,3 +116,12 @@ def test_a_rank_that_dies_ends_the_others(size: int, root: Path) -> None:
         seconds, message = torch.load(root / f"{size}-{rank}-lost.pt")
         assert message.startswith(f"rank {rank} has lost another one of {size}")
         assert seconds < PATIENCE / 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have names in /proc")
+def test_no_thread_outlives_the_group(root: Path) -> None:
+    """One that is there when the interpreter ends aborts the process."""
+    for rank in range(2):
+        within, afterwards = torch.load(root / f"ended-{rank}.pt")
+        assert within
+        assert afterwards == []

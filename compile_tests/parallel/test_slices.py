@@ -99,7 +99,6 @@ def test_uneven_splits_come_before_loading(
         (policy("random", scope="head"), 2, "random"),
         (policy("h2o"), 4, "scope='head'"),
         (policy("adakv_ea", scope="shared", allocation="uniform"), 4, "expected_attention"),
-        (policy("rehearsed"), 2, "window_by"),
         (AdaptiveAlpha(), 2, "adaptive alpha"),
     ],
 )
@@ -128,6 +127,16 @@ def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     with joined("cpu") as joining:
         assert joining == (ALONE, torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_what_is_wrong_is_said_once() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "scripts/decode.py", "--prompt", "Why?", "--policy", "kvzip", "--device", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    message = "error: scorer='reconstruction' looks at all heads together: not with the model on 2 ranks"
+    assert done.stderr.count("error: ") == done.stderr.count(message) == 1, done.stderr
 
 
 @pytest.mark.slow

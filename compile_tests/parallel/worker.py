@@ -1,16 +1,18 @@
 """Runs all cases on 2 and on 4 processes, forked from this one so that they need not import all anew; each
-writes down what it comes out with. Then rank 1 dies.
+writes down what it comes out with. Then rank 1 dies. Two more end as they should, and say what is left.
 
     python -m compile_tests.parallel.worker FOLDER
 """
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +30,65 @@ GONE = 7
 def main() -> None:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
+    assert start(end, root, 2) == [0, 0]
     for size in BY_SIZE:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        fork = multiprocessing.get_context("fork")
-        ranks = [fork.Process(target=work, args=(root, place, size, rank)) for rank in range(size)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(PATIENCE)
-            rank.kill()
-        codes = [rank.exitcode for rank in ranks]
+        codes = start(work, root, size)
         assert codes == [GONE if rank == 1 else 0 for rank in range(size)], codes
 
 
-def work(root: Path, place: dict[str, str], size: int, rank: int) -> None:
-    """What a rank does, in the environment that torchrun would give it."""
+def start(what: Callable[..., None], root: Path, size: int) -> list[int | None]:
+    """Let so many processes do something together; their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=what, args=(root, place, size, rank)) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(PATIENCE)
+        rank.kill()
+    return [rank.exitcode for rank in ranks]
+
+
+def join(place: dict[str, str], size: int, rank: int) -> Any:
+    """Join the others, in the environment that torchrun would give."""
     os.environ |= place | {"WORLD_SIZE": str(size), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    start = 0.0
+    return joined("cpu")
+
+
+def end(root: Path, place: dict[str, str], size: int, rank: int) -> None:
+    """Join and leave, and write down the group's threads, then and afterwards. Between the two comes what
+    compiling imports, too."""
+    assert "torch.distributed.nn" not in sys.modules
+    with join(place, size, rank) as (ranks, _):
+        importlib.import_module("torch.distributed.nn")
+        ranks.sum(torch.ones(1))
+        within = threads()
+    torch.save((within, threads()), root / f"ended-{rank}.pt")
+
+
+def threads() -> list[str]:
+    """Names of this process's threads that are a group's."""
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if name.startswith(("gloo", "pt_gloo"))]
+
+
+def work(root: Path, place: dict[str, str], size: int, rank: int) -> None:
+    """What a rank does."""
+    begin = 0.0
     try:
-        with joined("cpu") as (ranks, _):
+        with join(place, size, rank) as (ranks, _):
             found: dict[str, Any] = {name: run(case, root, ranks) for name, case in BY_SIZE[size].items()}
             found["disagreement"] = disagreement(ranks)
             torch.save(found, root / f"{size}-{rank}.pt")
             ranks.sum(torch.ones(1))  # all have written theirs
             if rank == 1:
                 os._exit(GONE)
-            start = time.monotonic()
+            begin = time.monotonic()
             run(RULES["the paper's"], root, ranks)
     except ConnectionError as error:
-        torch.save((time.monotonic() - start, str(error)), root / f"{size}-{rank}-lost.pt")
+        torch.save((time.monotonic() - begin, str(error)), root / f"{size}-{rank}-lost.pt")
 
 
 def disagreement(ranks: Ranks) -> str:

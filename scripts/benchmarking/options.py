@@ -14,12 +14,14 @@ import torch
 
 from inertiakv import POLICIES, EvictionConfig, policy
 from models.config import parse_dtype
+from models.parallel import place
 from models.quantize import QUANTIZED
 
 from .rivals import RIVALS, check_rival, evicts
 from .shapes import SHAPES, shape
 
 DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_RIVALS = ["transformers", "transformers-static"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,13 @@ class _Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str], description: str | None) -> Options:
     """What is asked for. Raises ValueError or OSError where it cannot be."""
     args = _parser(description).parse_args(argv)
+    _, ranks, _ = place()
+    if args.against is None:
+        args.against = DEFAULT_RIVALS if ranks == 1 else []
+    if ranks > 1 and args.against:
+        raise ValueError(f"{args.against[0]} does not take a model on {ranks} ranks: give --against none")
+    if ranks > 1 and args.compile_times:
+        raise ValueError(f"--compile-times starts processes of its own, and not with {ranks} ranks")
     if args.model is not None and args.shape is not None:
         raise ValueError("give --model or --shape, not both")
     if args.layers is not None and args.shape is None:
@@ -77,7 +86,7 @@ def parse(argv: Sequence[str], description: str | None) -> Options:
     if args.out is not None and args.out.is_dir():
         raise ValueError(f"--out {args.out} is a folder: name a file in it")
     dtypes: list[str | torch.dtype] = [parse_dtype(name) for name in args.dtype or []]
-    device = _device(args.device)
+    device = _device(args.device, ranks)
 
     changes = {"compression": args.compression, "budget": args.budget}
     changes = {name: value for name, value in changes.items() if value is not None}
@@ -181,9 +190,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         "--against",
         metavar="R,...",
         type=_names,
-        default=["transformers", "transformers-static"],
-        help=f"{', '.join(RIVALS)}; or none (default: transformers,transformers-static). kvpress needs "
-        "an environment of its own: ask for it to see which",
+        help=f"{', '.join(RIVALS)}; or none (default: {','.join(DEFAULT_RIVALS)}; with torchrun none). "
+        "kvpress needs an environment of its own: ask for it to see which",
     )
     add(
         "--reference", metavar="NAME", help="whose time the others are set against (default: the first rival)"
@@ -244,9 +252,11 @@ def _names(text: str) -> list[str]:
     return [] if text == "none" else list(dict.fromkeys(text.split(",")))
 
 
-def _device(name: str | None) -> torch.device:
+def _device(name: str | None, ranks: int) -> torch.device:
     """Raises ValueError for a device that is not there."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if ranks > 1 and name in ("cpu", "cuda"):
+        return torch.device(name)  # which one, `joined` says: nothing is to be put on another rank's
     try:
         torch.empty(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from inertiakv import Decoder, EvictionConfig
 from inertiakv.cache import SlotCache
+from models import Transformer
 
 from .contender import CacheUse, Case, Kinds, Start
 from .machine import synchronize
 
 
 class Ours:
-    """A named policy. A step's time is what `Decoder.decode` takes, with its bookkeeping on the host."""
+    """A named policy. A step's time is what `Decoder.decode` takes, with its bookkeeping on the host; on
+    several ranks what it takes on the slowest of them, so that all count as many steps."""
 
     def __init__(self, name: str, eviction: EvictionConfig | None, case: Case) -> None:
         self.name, self.eviction, self.case = name, eviction, case
@@ -76,7 +78,7 @@ class Ours:
             self.decoder.decode(count, eos_token_ids=())
             synchronize(self.device)
             self._step += count
-            return [1000 * (time.perf_counter() - begin) / count]
+            return slowest([1000 * (time.perf_counter() - begin) / count], self.case.model)
         stamps = [time.perf_counter()]
 
         def stamp(row: int, tokens: list[int]) -> bool:
@@ -85,7 +87,7 @@ class Ours:
             return False
 
         self.decoder.decode(count, eos_token_ids=(), stop=stamp)
-        times = [1000 * (after - before) for before, after in pairwise(stamps)]
+        times = slowest([1000 * (after - before) for before, after in pairwise(stamps)], self.case.model)
         for milliseconds in times:
             self._step += 1
             refreshed = self.eviction is not None and self.eviction.refreshes_at(self._step)
@@ -114,6 +116,14 @@ class Ours:
                 "recompiles": stats.graphs.recompiles,
             },
         }
+
+
+def slowest(times: list[float], model: Transformer) -> list[float]:
+    """Of each time the longest that any rank of the model has."""
+    if model.ranks.size == 1:
+        return times
+    own = torch.tensor(times, dtype=torch.float64, device=model.device)
+    return model.ranks.gather(own).unflatten(0, (model.ranks.size, -1)).amax(0).tolist()
 
 
 def fill_instead_of_prefill(decoder: Decoder) -> None:

@@ -82,6 +82,7 @@ def _setting(contender: dict[str, Any]) -> tuple[str, int, int]:
 
 def _title(result: dict[str, Any], dtype: str, context: int, batch: int) -> str:
     weights = f", {quantize} weights" if (quantize := result["model"].get("quantize")) else ""
+    weights += f", {ranks} ranks" if (ranks := result["model"].get("ranks", 1)) > 1 else ""
     title = f"{result['model']['name']}, {dtype}{weights}, {context:,} tokens of context, batch {batch}"
     lengths = next(c["lengths"] for c in result["contenders"] if _setting(c) == (dtype, context, batch))
     return title if batch == 1 else f"{title} ({min(lengths):,} to {max(lengths):,} tokens a row)"

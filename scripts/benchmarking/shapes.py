@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from inertiakv import memory
+from inertiakv.ranks import ALONE, Ranks
 from models import Transformer, parse_config
 from models.quantize import make_room
 
@@ -135,16 +136,21 @@ def shape(name: str, layers: int | None) -> dict[str, Any]:
 
 @torch.no_grad()
 def random_model(
-    raw: dict[str, Any], dtype: torch.dtype, device: torch.device, quantize: str | None = None
+    raw: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantize: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> Transformer:
-    """A model of a config.json with made-up weights, made where they stay. MemoryError where they do not
+    """A model of a config.json with made-up weights, made where they stay; on several ranks each makes up its
+    own, the same ones, which are no model's slices but take the same time. MemoryError where they do not
     fit."""
     with torch.device("meta"):
-        model = Transformer(parse_config(raw)).to(dtype)
+        model = Transformer(parse_config(raw), ranks).to(dtype)
         if quantize is not None:
             make_room(model)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    memory.require({"weights": size}, device)
+    memory.require({"weights": size}, device, ranks)
     model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     noise = torch.randn(NOISE, generator=generator, device=device)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from tqdm import tqdm
@@ -17,20 +15,6 @@ from models.encoding import decode_answer
 def say(text: str) -> None:
     """Tells the user what goes on."""
     print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def silence(wanted: bool) -> Iterator[None]:
-    """Let nothing be printed where this is `wanted`."""
-    if not wanted:
-        yield
-        return
-    with (
-        open(os.devnull, "w") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
-        yield
 
 
 class PrefillBar:

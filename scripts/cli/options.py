@@ -1,18 +1,15 @@
-"""From dataclasses to a command line, and from an error to one line and an exit code."""
+"""From dataclasses to a command line."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import io
-import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import docstring_parser
-import torch
 import tyro
 
 T = TypeVar("T")
@@ -78,26 +75,3 @@ def numbers(option: str, text: str | None, kind: Callable[[str], N]) -> list[N]:
         return list(dict.fromkeys(map(kind, text.split(",")))) if text is not None else []
     except ValueError:
         raise ValueError(f"--{option} takes numbers joined by commas, got {text!r}") from None
-
-
-def run(main: Callable[[], None]) -> int:
-    """Call `main` and return the exit code of the process: 2, and one line on stderr, for what a user got
-    wrong."""
-    try:
-        main()
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader, `head` say, has gone; nor must the interpreter's own flush complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        print(f"error: {_one_line(error)}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or "out of memory"

@@ -27,7 +27,7 @@ SHARED = ("essays", "data", "policies", "tasks")
 """What must be the same where both have it."""
 UNBOUND = ("started", "versions", "git_revision", "machine", "ranks")
 """What may differ, and is noted."""
-FREE = ("out", "resume", "json", "batch", "device", "attention", "compile")
+FREE = ("out", "resume", "json", "batch", "tensor_parallel_size", "device", "attention", "compile")
 """Options of `config` that may differ: how records are made, and where they go, but not what they say."""
 MORE = ("tasks", "lengths", "samples", "policies", "compression", "budget", "essays", "data")
 """Options of `config` that say what is asked, which each record tells of itself: a run may go on with others.

@@ -1,9 +1,8 @@
-"""One process of a run, alone or among several that share its samples."""
+"""One process of a run, alone, or among several that share its samples, or those and their model."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from evals.records import Record, RecordFile, read_records
 from evals.run import Evaluation, Group
+from models.parallel import check_groups, place
 from scripts.cli.console import say
 
 from . import meta
@@ -21,30 +21,21 @@ from .progress import RecordBar, note
 
 @dataclass(frozen=True)
 class Process:
-    """By torchrun's environment, of which it takes no more: processes do not talk to each other, each one
-    answers the samples whose index leaves its rank when divided by the number of them."""
+    """By torchrun's environment. It answers the samples whose index leaves its rank when divided by the
+    number of ranks, and does not talk to others; where `size` processes hold a model together such a group
+    counts as one, whose first process writes."""
 
     rank: int
     ranks: int
-    local_rank: int | None
+    size: int = 1
 
     @classmethod
-    def here(cls) -> Process:
-        """Raises ValueError for an environment that says something else."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        try:
-            rank, ranks, local = (int(os.environ[n]) if n in os.environ else None for n in names)
-        except ValueError as error:
-            raise ValueError(f"{', '.join(names)} must be whole numbers: {error}") from error
-        process = cls(rank or 0, 1 if ranks is None else ranks, local)
-        if not 0 <= process.rank < process.ranks:
-            raise ValueError(f"RANK must be from 0 to WORLD_SIZE - 1, got {process.rank} of {process.ranks}")
-        return process
-
-    @property
-    def device(self) -> str | None:
-        """A GPU of its own, where processes are numbered on their machine."""
-        return None if self.local_rank is None or not torch.cuda.is_available() else f"cuda:{self.local_rank}"
+    def here(cls, size: int) -> Process:
+        """Raises ValueError for an environment that says something else, or processes that do not go into
+        groups of `size`."""
+        index, number, _ = place()
+        check_groups(size, number)
+        return cls(index // size, number // size, size)
 
     @property
     def file_name(self) -> str:
@@ -63,7 +54,8 @@ class Process:
         return max(1, min(most, max(len(group.indices) for group in self.share(groups))))
 
     def __str__(self) -> str:
-        return "eval" if self.ranks == 1 else f"eval, rank {self.rank} of {self.ranks}"
+        which = "rank" if self.size == 1 else "group"
+        return "eval" if self.ranks == 1 else f"eval, {which} {self.rank} of {self.ranks}"
 
 
 def run(
@@ -78,25 +70,31 @@ def run(
 ) -> list[Record]:
     """Make the records of this process's share that are not there yet. All of the run that are there in the
     end, by whatever process; the one that has made the last of them notes when."""
-    mine = process.share(groups)
+    model, mine = evaluation.model, process.share(groups)
     say(f"{process}: looking at the prompts ...")
     evaluation.check(mine)
-    for change in meta.start(folder, about, resume=resume, note=process.rank == 0):
-        note(f"note: since this run began, {change}")
-    with contextlib.closing(RecordFile(folder / process.file_name)) as file:
+    with contextlib.ExitStack() as stack:
+        file = None
+        if model.ranks.rank == 0:
+            for change in meta.start(folder, about, resume=resume, note=process.rank == 0):
+                note(f"note: since this run began, {change}")
+            file = stack.enter_context(contextlib.closing(RecordFile(folder / process.file_name)))
         done = {record.key for record in read_records(folder)}
+        model.ranks.sum(torch.zeros(1, device=model.device))  # all have read before one writes more
         wanted = [key for group in mine for key in group.keys(evaluation.rules)]
         bar.begin(sum(key in done for key in wanted), len(wanted))
         with contextlib.closing(bar):
             try:
                 for record in evaluation.answer(mine, done):
-                    file.append(record)
+                    if file is not None:
+                        file.append(record)
                     bar.update()
             except KeyboardInterrupt:
                 note(f"stopped: {bar.done:,} of {bar.total:,} records are in {folder}; go on with --resume")
                 raise
     records = read_records(folder)
-    meta.finish(folder, about, records)
+    if model.ranks.rank == 0:
+        meta.finish(folder, about, records)
     found = {record.key: record for record in records}
     asked = (key for group in groups for key in group.keys(evaluation.rules))
     return [found[key] for key in asked if key in found]

@@ -16,7 +16,7 @@ from scripts.benchmarking import traffic
 from .devices import Device
 from .rank import Rank, rank_of
 from .room import Request, Room, room_for
-from .speed import Link, Shares, step
+from .speed import Link, Shares, rehearsal, step
 
 FULL = "full"
 COMPRESSIONS = (0.0, 0.25, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 0.99)
@@ -113,7 +113,8 @@ class Plan:
         """What so many rows take on each rank, and how fast they are decoded by all."""
         request, room = self._fitted(rank, context, self.rules[name])
         together, one_by_one = room.together(batch), room.one_by_one(batch)
-        taken = step(rank, room, request, batch, self.device, self.shares, self.link)
+        what = (rank, room, request, batch, self.device, self.shares, self.link)
+        taken = step(*what)
         sizes = {"together": together, "one by one": one_by_one}
         return {
             **self._setting(rank, context, name),
@@ -126,6 +127,7 @@ class Plan:
             "parts_ms": {part: 1000 * seconds for part, seconds in taken.parts.items()},
             "bottleneck": taken.bottleneck,
             "tokens_per_second": batch / taken.seconds,
+            "rehearsal_ms": 1000 * rehearsal(*what),
         }
 
     def _sweep(self, rank: Rank, context: int) -> Iterator[dict[str, Any]]:

@@ -25,6 +25,11 @@ class Request:
     eviction: EvictionConfig | None
 
     @property
+    def draft(self) -> int:
+        """Tokens of a draft of the answer."""
+        return 0 if self.eviction is None else self.eviction.draft
+
+    @property
     def refresh_share(self) -> float:
         """Of the decode steps, how many score."""
         if self.eviction is None:
@@ -71,8 +76,8 @@ def room_for(rank: Rank, request: Request, chunk: int) -> Room:
     budgets = Budgets(eviction, [request.context], config.num_layers)
     grows = eviction is not None and eviction.after == "none"
     halfway = request.new_tokens // 2
-    decode = _shape(config, eviction, budgets.decode_slots(request.new_tokens))
-    prompt = _shape(config, eviction, bucket(request.context + 1))
+    decode = _shape(config, eviction, budgets.decode_slots(max(request.new_tokens, request.draft)))
+    prompt = _shape(config, eviction, bucket(request.context + request.draft + 1))
     return Room(
         weights=rank.weights,
         prompt=_bytes(prompt, dtype) if budgets.overfull else 0,

@@ -99,17 +99,44 @@ def step(
 
     K and V are read slot by slot, taken or not; on a GPU a step that scores reads K once more.
     """
-    config, itemsize = rank.config, rank.model.dtype.itemsize
     limit = traffic.step_bytes(rank.model, [room.kept] * rows) / device.bandwidth
-    read = traffic.weight_bytes(rank.model, rows) / (device.bandwidth * shares.weights)
-    rate = device.flops.get(itemsize) or (shares.flops if device.kind == "cpu" else None)
-    arithmetic = 0.0 if rate is None else 2 * rank.active * rows / rate
+    read, arithmetic = _weights(rank, rows, device, shares)
     kv = rows * room.decode_kv / (device.bandwidth * shares.kv)
     scored = request.refresh_share
     parts = {"weights": read} if read >= arithmetic else {"arithmetic": arithmetic}
     parts["K and V"] = kv * (1 + scored / 2) if device.kind == "cuda" else kv
     if link is not None and rank.ranks > 1:
-        hidden = link.all_reduce(rows * config.hidden_size * itemsize, rank.ranks)
         scores = link.all_reduce(rows * room.slots * 4, rank.ranks)
-        parts["all-reduce"] = (2 * config.num_layers + 1) * hidden + scored * scores
+        parts["all-reduce"] = _hidden(rank, rows, link) + scored * scores
     return Step(limit, parts)
+
+
+def rehearsal(
+    rank: Rank, room: Room, request: Request, rows: int, device: Device, shares: Shares, link: Link | None
+) -> float:
+    """Seconds that a rule's drafts take, once an answer: of each draft the decode steps behind its first
+    token, and the pass of its queries, which read K and V of the prompt."""
+    eviction, queries = request.eviction, rows * request.draft
+    if eviction is None or not queries or not room.prompt:
+        return 0.0
+    decoding = (request.draft - 1) * step(rank, room, request, rows, device, shares, link).seconds
+    scoring = max(_weights(rank, queries, device, shares))
+    scoring += rows * room.prompt / (device.bandwidth * shares.kv)
+    if link is not None and rank.ranks > 1:
+        scores = link.all_reduce(queries * (request.context + request.draft) * 4, rank.ranks)
+        scoring += _hidden(rank, queries, link) + rank.config.num_layers * scores
+    return eviction.drafts * (decoding + scoring)
+
+
+def _weights(rank: Rank, tokens: int, device: Device, shares: Shares) -> tuple[float, float]:
+    """Seconds of reading the weights that so many tokens need, and of the arithmetic with them."""
+    read = traffic.weight_bytes(rank.model, tokens) / (device.bandwidth * shares.weights)
+    rate = device.flops.get(rank.model.dtype.itemsize) or (shares.flops if device.kind == "cpu" else None)
+    return read, 0.0 if rate is None else 2 * rank.active * tokens / rate
+
+
+def _hidden(rank: Rank, tokens: int, link: Link) -> float:
+    """Seconds in which ranks add up the hidden states of so many tokens: twice a layer, and once more."""
+    config = rank.config
+    size = tokens * config.hidden_size * rank.model.dtype.itemsize
+    return (2 * config.num_layers + 1) * link.all_reduce(size, rank.ranks)

@@ -52,13 +52,16 @@ def rooms(plan: dict[str, Any]) -> Table:
 def steps(plan: dict[str, Any]) -> Table:
     head = ["policy", "ranks", "context", "batch", "GB", "fits", "limit ms", "ms", "token/s", "of full"]
     full = {(_place(s), s["batch"]): s["tokens_per_second"] for s in plan["steps"] if s["policy"] == FULL}
+    drafts = any(s["rehearsal_ms"] for s in plan["steps"])
     lines = []
     for s in plan["steps"]:
         size = s["bytes_read_together"] if s["fits"] == "together" else s["bytes_read_one_by_one"]
         speed, of_full = s["tokens_per_second"], full.get((_place(s), s["batch"]))
         times = (f"{s['limit_ms']:.2f}", f"{s['ms']:.2f}", f"{speed:,.1f}", _ratio(speed, of_full))
+        if drafts:
+            times = (*times, f"{s['rehearsal_ms']:,.2f}")
         lines.append([*_where(s), f"{s['batch']:,}", _gb(size), s["fits"], *times, s["bottleneck"]])
-    return Table("How fast", STEP_NOTE, [*head, "bottleneck"], lines)
+    return Table("How fast", STEP_NOTE, [*head, *["rehearsal ms"] * drafts, "bottleneck"], lines)
 
 
 def promises(plan: dict[str, Any]) -> list[str]:
