@@ -532,7 +532,7 @@ def test_the_page_on_the_largest_backbone_is_what_its_command_gives() -> None:
 
 def test_prefill_workspace_is_the_decoders(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     parts: dict[str, int] = {}
-    monkeypatch.setattr(memory, "require", lambda asked, device: parts.update(asked))
+    monkeypatch.setattr(memory, "require", lambda asked, *_: parts.update(asked))
     Buffers(model).require(3, 0, 128, 200)
     room = room_for(tiny_rank(), Request(200, 5, None), CHUNK)
     assert parts["prefill"] == 3 * room.workspace

@@ -162,6 +162,7 @@ def test_run_meta_says_all_that_the_records_depend_on(whole: Path, folder: Path)
         "attention": "auto",
         "compile": False,
         "batch": 2,
+        "tensor_parallel_size": 1,
         "out": str(whole),
         "resume": False,
         "json": False,

@@ -22,7 +22,7 @@ def means(folder: Path) -> dict[tuple[str, str], dict[tuple[str, int], float]]:
     scores: dict[tuple[str, str], dict[tuple[str, int], list[float]]] = defaultdict(lambda: defaultdict(list))
     for part in sorted(path.parent for path in folder.glob("*/records.jsonl")):
         for record in read_records(part):
-            evicted = "-" if record.compression is None else f"{100 * record.compression:.0f} %"
+            evicted = "-" if record.compression is None else f"{100 * record.compression:g} %"
             task = record.task.removeprefix("ruler:").removeprefix("niah_")
             scores[record.policy, evicted][task, record.length or 0].append(100 * record.score)
     return {rule: {key: mean(values) for key, values in of_rule.items()} for rule, of_rule in scores.items()}
