@@ -209,6 +209,19 @@ def test_what_is_held_back_comes_at_the_end(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == "an EN\n"
 
 
+def test_what_takes_a_while_is_told_on_a_line_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tiny_tokenizer()
+    live = LiveAnswer(Answer(tokenizer, (), None))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    live.say("compiling")
+    live(0, tokenizer("an", add_special_tokens=False).input_ids[:1])
+    live.say("draft 1")
+    live.say("draft 2")
+    assert capsys.readouterr() == ("a", "compiling\n\ndraft 1\ndraft 2\n")
+
+
 def test_sampling(cli: Cli) -> None:
     argv: tuple[object, ...] = (
         "--prompt",

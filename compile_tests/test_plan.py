@@ -486,6 +486,8 @@ def test_chart_of_compressions(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--compression", "1"], "compression must be a number in [0, 1), got 1.0"),
         (["--compression", "0.5", "--budget", "9"], "give compression (0.5) or budget (9), not both"),
         (["--ranks", "3"], "3 ranks: 4 attention heads are no multiple of that"),
+        (["--ranks", "1,2", "--policy", "adakv"], "compares all heads: not with the model on 2 ranks"),
+        (["--memory-gb", "1e300", "--bandwidth-gb-per-s", "1e300"], "got 1e+300 (and below 1e15)"),
         (["--interconnect-gb-per-s", "9"], "--interconnect-gb-per-s has no effect with one rank"),
         (["--all-reduce-us", "5"], "--all-reduce-us has no effect without --interconnect-gb-per-s"),
         (["--model", "tiny-moe", "--quantize", "int8"], "the experts of a mixture are not quantised"),

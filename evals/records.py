@@ -58,7 +58,7 @@ class Record:
     kept_tokens: Amount
     """Tokens in the cache at the end, a mean over retention sets."""
     cache_bytes: Count
-    """Of this row's share of the decode cache, as allocated; on each rank, where several hold the model."""
+    """Of this row's share of the decode cache, as allocated, on all ranks that hold the model."""
     prediction: str
     references: list[str]
     score: Share

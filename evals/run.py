@@ -220,7 +220,7 @@ class Evaluation:
             bos_count=self.prompting.count_bos(question.ids),
             budget=stats.budgets[row],
             kept_tokens=stats.kept_tokens[row],
-            cache_bytes=stats.cache_bytes // stats.batch,
+            cache_bytes=self.model.ranks.size * stats.cache_bytes // stats.batch,
             prediction=prediction,
             references=list(sample.references),
             score=task.score(prediction, sample) if prediction.strip() else 0.0,

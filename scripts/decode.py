@@ -17,7 +17,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -194,16 +194,9 @@ def answer_prompts(args: Arguments, ranks: Ranks) -> None:
         heading = f"=== {name} ===" if len(policies) > 1 else None
         if heading and not args.output.json:
             print(heading, flush=True)
-        decoder = Decoder(
-            model,
-            eviction,
-            compile=args.machine.compile,
-            attention=args.machine.attention,
-            on_compile=lambda what: say(f"compiling the {what} ..."),
-            on_draft=lambda number, drafts: say(f"rehearsing the answer: draft {number} of {drafts} ..."),
-            check_ranks=args.machine.check_ranks,
-        )
         watcher = LiveAnswer(answer) if live else stop
+        tell = watcher.say if isinstance(watcher, LiveAnswer) else say
+        decoder = make_decoder(model, eviction, args.machine, tell)
         with contextlib.closing(PrefillBar(sum(map(len, rows)))) as bar:
             out = decoder.generate(rows, max_new_tokens, sampling=sampling, stop=watcher, progress=bar)
         if isinstance(watcher, LiveAnswer):
@@ -215,6 +208,21 @@ def answer_prompts(args: Arguments, ranks: Ranks) -> None:
     if args.output.json:
         print(json.dumps(as_json(runs)))
     say("\n" + summary(runs))
+
+
+def make_decoder(
+    model: Any, eviction: EvictionConfig | None, args: OwnMachineOptions, tell: Callable[[str], None]
+) -> Decoder:
+    """One that tells the user of what takes a while."""
+    return Decoder(
+        model,
+        eviction,
+        compile=args.compile,
+        attention=args.attention,
+        on_compile=lambda what: tell(f"compiling the {what} ..."),
+        on_draft=lambda number, drafts: tell(f"rehearsing the answer: draft {number} of {drafts} ..."),
+        check_ranks=args.check_ranks,
+    )
 
 
 def choose_policies(args: PolicyOptions) -> list[tuple[str, EvictionConfig | None]]:

@@ -11,8 +11,7 @@ Examples:
   python scripts/eval.py --tasks longbench --data LongBench --model meta-llama/Llama-3.1-8B-Instruct --batch 4
   python scripts/eval.py --tasks chains --lengths 1024 --samples 20 --policies full,lazy4,tova --budget 128
   torchrun --nproc-per-node 4 scripts/eval.py --tasks ruler --lengths 16384 --samples 500 --resume
-  torchrun --nproc-per-node 8 scripts/eval.py --model meta-llama/Llama-3.3-70B-Instruct \
-    --tensor-parallel-size 4 --tasks ruler --lengths 65536 --samples 100
+  torchrun --nproc-per-node 8 scripts/eval.py --tensor-parallel-size 4 --model BIG --tasks longbench
 
 --out becomes a folder with run_meta.json (every setting, versions, hashes) and records.jsonl, a line for each
 answer, written as it comes. A run that was stopped goes on with the same command and --resume: no record is

@@ -37,7 +37,8 @@ from evals.reporting import figures
 from evals.reporting.table import aligned
 from inertiakv import EvictionConfig, policy
 from inertiakv.prompts import check_positions
-from models import ModelConfig, parse_config
+from inertiakv.ranks import Ranks, check_rule
+from models import ModelConfig, parallel, parse_config
 from models.config import parse_dtype
 from models.hub import find_config
 from scripts.benchmarking.shapes import SHAPES
@@ -185,6 +186,8 @@ def make(args: Arguments) -> Plan:
             raise ValueError(f"--{option} must be above 0 and at most 1, got {share:g}")
     if args.model.quantize is not None and config.moe is not None:
         raise ValueError("--quantize: the experts of a mixture are not quantised")
+    for count in ranks:
+        check_rule(rule, parallel.share(config, Ranks(size=count))[1])
     rules = {FULL: None, request.policy: rule}
     link = make_link(given, ranks)
     device = devices.choose(given.device, given.memory_gb, given.bandwidth_gb_per_s, given.tflops)
@@ -278,10 +281,11 @@ def notes(plan: Plan) -> list[str]:
         if rule is not None and rule.budget is not None and rule.budget >= context:
             said.append(f"a budget of {rule.budget:,} tokens evicts nothing of a context of {context:,}")
     for rule in plan.rules.values():
-        if rule is not None and rule.draft:
+        if rule is not None and rule.draft and (rule.budget or 0) < max(plan.contexts):
             said.append(
                 f"rehearsal ms: {rule.drafts} drafts of {rule.draft} tokens before an answer's second token, "
-                "decode steps and a pass over the prompt each; no part of ms and token/s"
+                "decode steps and a pass over the prompt each, of all rows or, one by one, of each; "
+                "no part of ms and token/s"
             )
     if any(rule is not None and rule.allocation in ("adaptive", "model") for rule in plan.rules.values()):
         said.append(

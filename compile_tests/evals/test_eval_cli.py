@@ -457,6 +457,15 @@ def test_a_run_is_extended_and_may_be_stopped_at_that(
     assert {arm.policy for suite in suites for arm in suite.arms} == set(meta["policies"])
 
 
+def test_what_another_process_is_writing_stays_as_that_one_describes_it(cli: Cli, copy: Path) -> None:
+    before = run_meta(copy)
+    with contextlib.closing(RecordFile(copy / "records.jsonl")):
+        result = cli(*MORE, "--out", copy, "--resume")
+    assert result.code == 2
+    assert "another process is writing" in result.err
+    assert run_meta(copy) == before
+
+
 def test_an_extension_does_not_finish_what_was_there_before(cli: Cli, copy: Path) -> None:
     lines = (copy / "records.jsonl").read_bytes().splitlines(keepends=True)
     (copy / "records.jsonl").write_bytes(b"".join(lines[:-1]))

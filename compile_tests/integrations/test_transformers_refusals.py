@@ -42,6 +42,16 @@ def test_the_model_is_left_as_it_was() -> None:
     assert snapshot(model) == before
 
 
+def test_a_turn_without_what_was_before() -> None:
+    model, _ = pair("llama")
+    cache = InertiaCache(model, RULE)
+    generate(model, *padded(prompts(30)), 4, cache)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="nothing new: a further turn takes the whole conversation"):
+        generate(model, *padded(prompts(5)), 4, cache)
+    assert snapshot(model) == before
+
+
 @pytest.mark.parametrize("part", ["embed_tokens", "layers.1.mlp", "layers.2.self_attn.o_proj", "norm"])
 def test_the_model_is_left_as_it_was_after_an_error(part: str) -> None:
     model, _ = pair("llama")

@@ -31,7 +31,7 @@ def read_run(folder: Path) -> Run:
     cut = [file for file in files if not file.read_bytes().endswith(b"\n") and file.stat().st_size]
     notes = [f"The last line of {file} was not written to its end: left out." for file in cut]
     if meta.get("finished", "") is None:
-        notes.append(f"The run in {folder} has not finished: go on with scripts/eval.py --resume.")
+        notes.append(f"The run in {folder} has not finished: the same command with --resume goes on.")
     return Run(folder, meta, records, notes)
 
 

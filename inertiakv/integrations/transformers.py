@@ -131,8 +131,10 @@ class InertiaCache(Cache):
     @_uncompiled
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         """Asked before a mask is made, which then is ours: none."""
-        self._lend()
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        if new == 0:
+            raise ValueError("nothing new: a further turn takes the whole conversation, as with other caches")
+        self._lend()
         return self._past + new, 0
 
     def reorder_cache(self, beam_idx: Any) -> NoReturn:

@@ -53,7 +53,7 @@ class LiveAnswer:
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.stream = TextStream(answer.tokenizer)
-        self.text, self.shown = "", 0
+        self.text, self.shown, self.broken_at = "", 0, 0
 
     def __call__(self, row: int, tokens: list[int]) -> bool:
         if tokens[-1] not in self.answer.eos_ids:
@@ -61,6 +61,12 @@ class LiveAnswer:
         stop = self.answer.stop
         self._show(self.text[: len(self.text) - self._undecided()] if stop else self.text)
         return stop is not None and stop(row, tokens)
+
+    def say(self, text: str) -> None:
+        """As `say`, on a line of its own where a terminal shows the answer as well."""
+        if sys.stdout.isatty() and self.shown > self.broken_at:
+            text, self.broken_at = "\n" + text, self.shown
+        say(text)
 
     def end(self) -> None:
         self.text += self.stream.end()

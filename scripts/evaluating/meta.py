@@ -95,7 +95,6 @@ def start(folder: Path, meta: dict[str, Any], *, resume: bool, note: bool) -> li
     file = folder / NAME
     begun = file.is_file()
     if not begun:
-        folder.mkdir(parents=True, exist_ok=True)
         results.write(file, meta)
     there = read_meta(folder)
     check_same(folder, there, meta, more=resume)

@@ -76,9 +76,11 @@ def run(
     with contextlib.ExitStack() as stack:
         file = None
         if model.ranks.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            # First, so that a run that another process is at stays as that one has described it.
+            file = stack.enter_context(contextlib.closing(RecordFile(folder / process.file_name)))
             for change in meta.start(folder, about, resume=resume, note=process.rank == 0):
                 note(f"note: since this run began, {change}")
-            file = stack.enter_context(contextlib.closing(RecordFile(folder / process.file_name)))
         done = {record.key for record in read_records(folder)}
         model.ranks.sum(torch.zeros(1, device=model.device))  # all have read before one writes more
         wanted = [key for group in mine for key in group.keys(evaluation.rules)]

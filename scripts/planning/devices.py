@@ -75,6 +75,6 @@ def choose(name: str | None, memory_gb: float | None, gb_per_s: float | None, tf
 
 
 def check_positive(option: str, value: float | None) -> None:
-    """Raise ValueError for a given number that is not above 0, or not finite."""
-    if value is not None and not 0 < value < float("inf"):
-        raise ValueError(f"--{option} must be a number above 0, got {value:g}")
+    """Raise ValueError for a given number that is not above 0, or not finite in smaller units."""
+    if value is not None and not 0 < value < 1e15:
+        raise ValueError(f"--{option} must be a number above 0, got {value:g} (and below 1e15)")

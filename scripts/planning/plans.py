@@ -113,21 +113,23 @@ class Plan:
         """What so many rows take on each rank, and how fast they are decoded by all."""
         request, room = self._fitted(rank, context, self.rules[name])
         together, one_by_one = room.together(batch), room.one_by_one(batch)
-        what = (rank, room, request, batch, self.device, self.shares, self.link)
-        taken = step(*what)
+        on = (self.device, self.shares, self.link)
+        taken = step(rank, room, request, batch, *on)
         sizes = {"together": together, "one by one": one_by_one}
+        fits = next((how for how, size in sizes.items() if size <= self.available), "no")
+        rehearsing = 1 if fits == "one by one" else batch
         return {
             **self._setting(rank, context, name),
             "batch": batch,
             "bytes_read_together": together,
             "bytes_read_one_by_one": one_by_one,
-            "fits": next((how for how, size in sizes.items() if size <= self.available), "no"),
+            "fits": fits,
             "limit_ms": 1000 * taken.limit,
             "ms": 1000 * taken.seconds,
             "parts_ms": {part: 1000 * seconds for part, seconds in taken.parts.items()},
             "bottleneck": taken.bottleneck,
             "tokens_per_second": batch / taken.seconds,
-            "rehearsal_ms": 1000 * rehearsal(*what),
+            "rehearsal_ms": 1000 * rehearsal(rank, room, request, rehearsing, *on),
         }
 
     def _sweep(self, rank: Rank, context: int) -> Iterator[dict[str, Any]]:
