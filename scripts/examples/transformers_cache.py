@@ -62,7 +62,8 @@ def main(name: str = "smollm2-135m") -> None:
     full = DynamicCache(config=model.config)
     evicting = InertiaCache(model, EvictionConfig(compression=0.9, refresh=4))
     for title, cache in (("the full cache", full), ("a tenth of it", evicting)):
-        print(f"# {title}")
+        print(f"# {title}", flush=True)
+        print(f"reading {len(turns[0]):,} tokens, on a CPU a minute or more ...", file=sys.stderr)
         ids: list[int] = []
         for turn in turns:
             ids += turn
