@@ -406,7 +406,7 @@ def test_files_of_ranks_and_a_line_that_was_not_finished(tmp_path: Path) -> None
     half = folder / "records-1.jsonl"
     assert run.notes == [
         f"The last line of {half} was not written to its end: left out.",
-        f"The run in {folder} has not finished: go on with scripts/eval.py --resume.",
+        f"The run in {folder} has not finished: the same command with --resume goes on.",
     ]
     assert column(tables.runs([run]), "revision") == ["abc123 and changes"]
 

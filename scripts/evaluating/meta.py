@@ -88,6 +88,12 @@ def _fields(eviction: EvictionConfig) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(eviction).items() if name not in KEPT}
 
 
+def check(folder: Path, meta: dict[str, Any], *, resume: bool) -> None:
+    """Raise ValueError where a run with other settings is in the folder."""
+    if (folder / NAME).is_file():
+        check_same(folder, read_meta(folder), meta, more=resume)
+
+
 def start(folder: Path, meta: dict[str, Any], *, resume: bool, note: bool) -> list[str]:
     """Describe the new run in a folder, or check that the one there is the same: with `resume` one that goes
     on and may ask for more, which is noted with `note`, else one that another process has begun just now.

@@ -76,8 +76,9 @@ def run(
     with contextlib.ExitStack() as stack:
         file = None
         if model.ranks.rank == 0:
+            meta.check(folder, about, resume=resume)
             folder.mkdir(parents=True, exist_ok=True)
-            # First, so that a run that another process is at stays as that one has described it.
+            # Before it is described: a run that another process is at stays as that one has done so.
             file = stack.enter_context(contextlib.closing(RecordFile(folder / process.file_name)))
             for change in meta.start(folder, about, resume=resume, note=process.rank == 0):
                 note(f"note: since this run began, {change}")
