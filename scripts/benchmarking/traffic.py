@@ -34,12 +34,15 @@ def kv_bytes(config: ModelConfig | Sizes, kept: Sequence[int], dtype: torch.dtyp
 
 
 def step_bytes(model: Transformer, kept: Sequence[int]) -> int:
-    """Bytes that a step of rows with `kept` tokens has to read: weights once, and K and V once, where a layer
-    slides of its window alone."""
+    """Bytes that a step of rows with `kept` tokens has to read: weights once, and K and V once."""
+    return weight_bytes(model, len(kept)) + sum(row_bytes(model, n) for n in kept)
+
+
+def row_bytes(model: Transformer, kept: int) -> int:
+    """K and V that a row with `kept` tokens has to read, where a layer slides those of its window alone."""
     config = model.config
     token = 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
-    seen = sum(n if window is None else min(n, window) for window in config.windows for n in kept)
-    return weight_bytes(model, len(kept)) + seen * token
+    return token * sum(kept if window is None else min(kept, window) for window in config.windows)
 
 
 def _bytes(module: torch.nn.Module) -> int:

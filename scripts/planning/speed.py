@@ -99,8 +99,8 @@ def step(
 
     K and V are read slot by slot, taken or not; on a GPU a step that scores reads K once more.
     """
-    of_row = traffic.step_bytes(rank.model, [room.kept]) - traffic.weight_bytes(rank.model, 1)
-    limit = (traffic.weight_bytes(rank.model, rows) + rows * of_row) / device.bandwidth
+    of_rows = rows * traffic.row_bytes(rank.model, room.kept)
+    limit = (traffic.weight_bytes(rank.model, rows) + of_rows) / device.bandwidth
     read, arithmetic = _weights(rank, rows, device, shares)
     kv = rows * room.decode_kv / (device.bandwidth * shares.kv)
     scored = request.refresh_share
