@@ -11,7 +11,7 @@ from compile_tests.tiny import random_prompts, tiny_model
 from inertiakv import Decoder, EvictionConfig, Sampling
 from inertiakv.replay import Replayed
 
-CONFIG = EvictionConfig(budget=40, refresh=2)
+CONFIG = EvictionConfig(budget=40, refresh=2, scorer="value_norm")
 
 
 def passes(decoder: Decoder) -> dict[str, Replayed]:

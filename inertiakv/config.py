@@ -315,6 +315,11 @@ class EvictionConfig:
             recent = int(Fraction(str(recent)) * budget)
         return sinks, recent + share // 3, share - 2 * (share // 3)
 
+    @property
+    def refreshes(self) -> bool:
+        """Whether decode steps after the first score."""
+        return self.scores and self.after == "rule" and self.refresh != "once"
+
     def refreshes_at(self, step: int) -> bool:
         """Whether decode step `step` (counted from 1) scores."""
         if not self.scores or self.after != "rule":

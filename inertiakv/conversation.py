@@ -206,11 +206,15 @@ class Conversation:
         """Decode step `step` of a turn. Returns whether it has refreshed the utilities."""
         engine, cache = self.engine, self.cache
         refresh = self.eviction is not None and self.eviction.refreshes_at(step)
-        kind = "refresh step" if refresh else "decode step"
+        due = engine.due
+        if due is not None:
+            due.fill_(refresh)
+        kind = "refresh step" if refresh and due is None else "decode step"
+        aggregation = engine.aggregation if refresh or due is not None else None
         recorder = engine.buffers.recorder_for(cache)
-        state = (engine.model, cache, self.rows, engine.method, engine.aggregation, recorder)
+        state = (engine.model, cache, self.rows, engine.method, aggregation, recorder, due)
         key = (kind, engine.form, cache.shape, greedy)
-        engine.graphs.run(key, decode_step, *state, refresh=refresh, greedy=greedy)
+        engine.graphs.run(key, decode_step, *state, greedy=greedy)
         return refresh
 
     def check_ranks(self) -> None:

@@ -83,8 +83,20 @@ class Engine:
         self.buffers.scope = "shared" if eviction is None else eviction.scope
         warm_up = eviction.warm_up if isinstance(eviction, AdaptiveAlpha) else 0
         self.buffers.recorded_steps = max(self.record, warm_up)
+        self.due = torch.zeros(1, dtype=torch.bool) if self._takes_one_graph(eviction) else None
         # What the graphs of decode steps depend on beside shapes: rules that agree in it share them.
-        self.form = () if eviction is None else (*eviction.form, self.buffers.recorded_steps)
+        self.form = ()
+        if eviction is not None:
+            self.form = (*eviction.form, self.buffers.recorded_steps, self.due is not None)
+
+    def _takes_one_graph(self, eviction: EvictionConfig | None) -> bool:
+        """Whether steps with and without refresh are one graph, which scores at each of them. On a CPU that
+        costs next to nothing where the scores are sums of what attention computes anyway, and to compile a
+        second graph takes many seconds."""
+        if eviction is None or not eviction.refreshes or self.buffers.recorded_steps:
+            return False
+        alone_on_cpu = self.model.device.type == "cpu" and self.ranks.size == 1
+        return self.graphs.enabled and alone_on_cpu and eviction.scorer == "attention"
 
     @property
     def drafted(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .lowering import SETTINGS, start_toolchain
+from .lowering import SETTINGS, no_garbage_collection, start_toolchain
 from .replay import Replayed
 
 
@@ -55,11 +55,12 @@ class Graphs:
         if self.on_compile is not None:
             self.on_compile(str(key[0]))
         start = time.perf_counter()
-        self._passes[key] = compiled = self._compile(function, static, record)
-        from torch._dynamo.utils import counters  # imported late: the compiler takes seconds to import
+        with no_garbage_collection():
+            self._passes[key] = compiled = self._compile(function, static, record)
+            from torch._dynamo.utils import counters  # imported late: the compiler takes seconds to import
 
-        breaks = counters["graph_break"].total()
-        result = compiled(*args)
+            breaks = counters["graph_break"].total()
+            result = compiled(*args)
         self.stats.seconds += time.perf_counter() - start
         self.stats.breaks += counters["graph_break"].total() - breaks
         return result

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,3 +48,16 @@ def start_toolchain() -> None:
             CppPythonBindingsCodeCache.load_pybinding(["float*"], _LOOP)
 
     threading.Thread(target=compile_a_loop, name="toolchain").start()
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """The compiler makes objects by the million and keeps them: to look for garbage among them again and
+    again takes it an eighth of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

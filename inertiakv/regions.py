@@ -29,13 +29,15 @@ def _flat(value: Any) -> tuple[str, list[Any]]:
     if isinstance(value, dict):
         layout, leaves = _flat((*value.keys(), *value.values()))
         return f"dict {layout}", leaves
-    if not isinstance(value, tuple):
-        return ".", [value]
     layout, leaves = f"{type(value).__name__} {len(value)}", []
     for part in value:
-        inner, more = _flat(part)
-        layout += f" {inner}"
-        leaves += more
+        if isinstance(part, dict | tuple):
+            inner, more = _flat(part)
+            layout += f" {inner}"
+            leaves += more
+        else:
+            layout += " ."
+            leaves.append(part)
     return layout, leaves
 
 

@@ -92,20 +92,20 @@ def decode_step(
     method: Method,
     aggregation: Aggregation | None,
     recorder: Recorder | None,
+    due: Tensor | None,
     *,
-    refresh: bool,
     greedy: bool,
 ) -> None:
     """One decode step of every active row: feed its pending token, evict, choose the next. All state in
     place.
 
-    This is the function that is compiled, one graph with and one without `refresh`.
+    This is the function that is compiled. With an `aggregation` the step refreshes the utilities, or, given
+    `due`, where that says so: bool [1], for one graph that serves steps with and without refresh.
     """
     eviction, active_B = method.eviction, ~rows.finished_B
-    step = decode_pass(method, rows, active_B, refresh=refresh)
-    scoring = aggregation if refresh else None
-    view = CacheView(cache, step, scoring, record=recorder is not None, ranks=ranks_of(model))
-    triggered = refresh and isinstance(eviction, RankTrigger)
+    step = decode_pass(method, rows, active_B, scores=aggregation is not None, due=due)
+    view = CacheView(cache, step, aggregation, due=due, record=recorder is not None, ranks=ranks_of(model))
+    triggered = aggregation is not None and isinstance(eviction, RankTrigger)
     before_BXN = cache.tables[0].utility_BXN.clone() if triggered else None
     hidden_BE = model(rows.token_B[:, None], step.positions_BT, view)[:, 0]
     if before_BXN is not None:
@@ -118,21 +118,25 @@ def decode_step(
     rows.choose(model.head(hidden_BE), greedy=greedy)
 
 
-def decode_pass(method: Method, rows: Rows, active_B: Tensor, *, refresh: bool) -> Pass:
+def decode_pass(
+    method: Method, rows: Rows, active_B: Tensor, *, scores: bool, due: Tensor | None = None
+) -> Pass:
     """What `decode_step` does with its tokens."""
-    eviction = method.eviction
+    eviction, mean_B = method.eviction, None
+    if eviction is not None and eviction.scores and eviction.after == "rule":
+        # A token that is not scored would start at the bottom, and go at once: it takes the mean (the lazy
+        # refresh of the paper).
+        if not scores or eviction.new_token == "mean" or isinstance(eviction, RankTrigger):
+            mean_B = active_B
+        elif due is not None:
+            mean_B = active_B & ~due
     return Pass(
         rows.position_B[:, None],
         None,
         method.backend,
         method.windows,
         active_B=active_B,
-        # A token that is not scored would start at the bottom, and go at once: it takes the mean (the lazy
-        # refresh of the paper).
-        from_mean=eviction is not None
-        and eviction.scores
-        and eviction.after == "rule"
-        and (not refresh or eviction.new_token == "mean" or isinstance(eviction, RankTrigger)),
+        mean_B=mean_B,
         evict=method.limits(rows),
         by_age=eviction is not None and eviction.after == "recency",
         pool=method.pooling if eviction is not None and eviction.pool_at == "always" else None,
@@ -220,7 +224,7 @@ def evicting_pass(
         method.windows,
         active_B=fed_B,
         new=new,
-        from_mean=method.eviction is not None and method.eviction.new_token == "mean",
+        mean_B=fed_B if method.eviction is not None and method.eviction.new_token == "mean" else None,
         end_slot=end_slot,
     )
 

@@ -65,8 +65,8 @@ class Pass(NamedTuple):
     new: int | None = None
     """How many of the queries are new tokens, the last ones; None: all. The others are in the cache
     already."""
-    from_mean: bool = False
-    """New tokens start from the mean utility of those before them, and not from 0."""
+    mean_B: Tensor | None = None
+    """Rows whose new tokens start from the mean utility of those before them, and not from 0; None: none."""
     evict: Limits | None = None
     """Evict a token afterwards in each full set, but not what this protects."""
     by_age: bool = False
@@ -96,11 +96,10 @@ class Seen(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How a layer scores, and what its scores become."""
+    """How layers score."""
 
     scorer: ScorerName
     scored_B: Tensor
-    coefficients: Coefficients
     learned: LearnedScorer | None
     rotations: Rotations | None
     by: Literal["mean", "max"]
@@ -119,12 +118,10 @@ def enter(table: Table, step: Pass) -> Seen:
     active_B1 = None if step.active_B is None else step.active_B[:, None]
     if new:
         positions_BT = step.positions_BT[:, -new:]
-        mean_BX = table.mean_utility() if step.from_mean else None
+        mean_BX = None if step.mean_B is None else table.mean_utility().where(step.mean_B[:, None], 0.0)
         table.insert(slots_BXT, positions_BT if active_B1 is None else positions_BT.where(active_B1, EMPTY))
         if mean_BX is not None:
-            assert active_B1 is not None
-            mean_BXT = mean_BX.where(active_B1, 0.0)[..., None].expand(slots_BXT.shape)
-            table.utility_BXN.scatter_(-1, slots_BXT, mean_BXT)
+            table.utility_BXN.scatter_(-1, slots_BXT, mean_BX[..., None].expand(slots_BXT.shape))
     return _look(table, step, slots_BXT[..., :new])
 
 
@@ -167,51 +164,45 @@ class CacheView:
         step: Pass,
         aggregation: Aggregation | None = None,
         *,
+        due: Tensor | None = None,
         rotations: Rotations | None = None,
         by: Literal["mean", "max"] = "mean",
         record: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`aggregation`: score this pass and update the utilities of rows that are active. `rotations`: of
-        its queries, for the scorer `expected_attention`. `by`: what several queries make of their scores.
+        """`aggregation`: score this pass and update the utilities of rows that are active; where `due`, bool
+        [1], is not true, they stay. `rotations`: of its queries, for the scorer `expected_attention`. `by`:
+        what several queries make of their scores.
         `record`: keep the layers' scores, in `scores`. `ranks`: those that hold the model."""
         self.layers, self.tables, self.step = cache.layers, cache.tables, step
         self.shared = cache.shape.scope == "shared"
         self.record = record
         self.ranks = ALONE if cache.shape.scope == "head" else ranks  # a head's set is its own rank's
         self.scores: dict[int, Tensor] = {}
-        self.scoring: dict[int, Scoring] = {}
-        if aggregation is not None:
-            assert step.active_B is not None
-            self.scoring = {
-                index: Scoring(
-                    aggregation.scorer,
-                    step.active_B,
-                    scalars,
-                    aggregation.learned,
-                    rotations,
-                    by,
-                    record,
-                    self.ranks,
-                )
-                for index, scalars in aggregation.by_layer().items()
-            }
         if self.shared:
             self.seen = enter(self.tables[0], step)
-        self.same = flat(self.seen if self.shared else step)  # for all layers
+        # What is the same for all layers, for those that score, and what is each one's own.
+        self.same = self.same_scoring = flat(self.seen if self.shared else step, None)
+        self.coefficients: dict[int, Coefficients] = {}
+        if aggregation is not None:
+            assert step.active_B is not None
+            scored_B = step.active_B if due is None else step.active_B & due
+            how = (aggregation.scorer, scored_B, aggregation.learned, rotations, by, record, self.ranks)
+            self.same_scoring = flat(self.seen if self.shared else step, Scoring(*how))
+            self.coefficients = aggregation.by_layer()
 
     def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
         """`layer(x_BTE, *args, view)` with the view of layer `index`, as a region of its own to the compiler,
         which traces and compiles layers that are alike once."""
-        kv, scoring = self.layers[index], self.scoring.get(index)
+        kv, coefficients = self.layers[index], self.coefficients.get(index)
+        same = self.same if coefficients is None else self.same_scoring
         if not self.shared:
-            own = (layer, kv, self.tables[index], x_BTE, args, scoring, self.ranks)
-            return _own_region(*self.same, *flat(*own))
-        if scoring is None:
-            return _region(*self.same, *flat(layer, kv, x_BTE, args))
+            return _own_region(*same, *flat(layer, kv, self.tables[index], x_BTE, args, coefficients))
+        if coefficients is None:
+            return _region(*same, *flat(layer, kv, x_BTE, args))
         utility_BXN = self.tables[0].utility_BXN[..., : self.seen.position_BXN.shape[-1]]
-        x_BTE, *scored = _scored_region(*self.same, *flat(layer, kv, x_BTE, args, utility_BXN, scoring))
-        utility_BXN.copy_(self.ranks.mean(scored[0]) if index == max(self.scoring) else scored[0])
+        x_BTE, *scored = _scored_region(*same, *flat(layer, kv, x_BTE, args, utility_BXN, coefficients))
+        utility_BXN.copy_(self.ranks.mean(scored[0]) if index == max(self.coefficients) else scored[0])
         if self.record:
             self.scores[index] = scored[1]
         return x_BTE
@@ -230,9 +221,15 @@ class LayerView:
     """
 
     def __init__(
-        self, kv: LayerCache, seen: Seen, utility_BXN: Tensor | None, scoring: Scoring | None
+        self,
+        kv: LayerCache,
+        seen: Seen,
+        scoring: Scoring | None = None,
+        utility_BXN: Tensor | None = None,
+        coefficients: Coefficients | None = None,
     ) -> None:
-        self.kv, self.seen, self.utility_BXN, self.scoring = kv, seen, utility_BXN, scoring
+        self.kv, self.seen, self.scoring = kv, seen, scoring
+        self.utility_BXN, self.coefficients = utility_BXN, coefficients
         # A list: a new value of an attribute would be lost around FlexAttention, a compiler defect.
         self.scored: list[Tensor] = []
 
@@ -302,7 +299,8 @@ class LayerView:
         scale: float,
     ) -> None:
         assert self.utility_BXN is not None
-        seen = self.seen
+        assert self.coefficients is not None
+        seen, (decay, gain, salt) = self.seen, self.coefficients
         held_BXN = seen.position_BXN > EMPTY
         real_share_B, q_BHD = None, q_BHTD[:, :, 0]
         if q_BHTD.shape[2] > 1:
@@ -321,14 +319,13 @@ class LayerView:
             scoring.by,
             held_BXN,
             seen.position_BXN,
-            scoring.coefficients.salt,
+            salt,
             scoring.learned,
             scoring.rotations,
             scoring.ranks,
         )
         score_BXN = by_set(SCORERS[scoring.scorer](evidence), held_BXN.shape[1])
         scored_BXN = held_BXN & scoring.scored_B[:, None, None]
-        decay, gain, _ = scoring.coefficients
         self.scored.append(updated(self.utility_BXN, score_BXN, scored_BXN, decay, gain))
         if scoring.record:
             self.scored.append(score_BXN)
@@ -339,29 +336,29 @@ _KINDS = (Seen, Scoring, Coefficients, Rotations, Pass, Limits, Pooling, Ranks)
 
 @torch.compiler.nested_compile_region(**_ANY_NUMBER)
 def _region(*flat_args: Any) -> Tensor:
-    (seen,), rest = nested(flat_args, _KINDS)
+    (seen, _), rest = nested(flat_args, _KINDS)
     (layer, kv, x_BTE, args), _ = nested(rest)
-    return layer(x_BTE, *args, LayerView(kv, seen, None, None))
+    return layer(x_BTE, *args, LayerView(kv, seen))
 
 
 @torch.compiler.nested_compile_region(**_ANY_NUMBER)
 def _scored_region(*flat_args: Any) -> tuple[Tensor, ...]:
-    (seen,), rest = nested(flat_args, _KINDS)
-    (layer, kv, x_BTE, args, utility_BXN, scoring), _ = nested(rest, _KINDS)
-    view = LayerView(kv, seen, utility_BXN, scoring)
+    (seen, scoring), rest = nested(flat_args, _KINDS)
+    (layer, kv, x_BTE, args, utility_BXN, coefficients), _ = nested(rest, _KINDS)
+    view = LayerView(kv, seen, scoring, utility_BXN, coefficients)
     x_BTE = layer(x_BTE, *args, view)
     return x_BTE, *view.scored
 
 
 @torch.compiler.nested_compile_region(**_ANY_NUMBER)
 def _own_region(*flat_args: Any) -> Tensor:
-    (step,), rest = nested(flat_args, _KINDS)
-    (layer, kv, table, x_BTE, args, scoring, ranks), _ = nested(rest, _KINDS)
+    (step, scoring), rest = nested(flat_args, _KINDS)
+    (layer, kv, table, x_BTE, args, coefficients), _ = nested(rest, _KINDS)
     seen = enter(table, step)
     utility_BXN = table.utility_BXN[..., : seen.position_BXN.shape[-1]]
-    view = LayerView(kv, seen, utility_BXN, scoring)
+    view = LayerView(kv, seen, scoring, utility_BXN, coefficients)
     x_BTE = layer(x_BTE, *args, view)
     if scoring is not None:
-        utility_BXN.copy_(ranks.mean(view.scored[0]))
+        utility_BXN.copy_(scoring.ranks.mean(view.scored[0]))
     leave(table, step)
     return x_BTE

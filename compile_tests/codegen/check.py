@@ -130,8 +130,9 @@ class Step:
         return self.model, self.cache, self.rows, self.aggregation
 
     def run(self, graphs: Graphs, *, refresh: bool, greedy: bool) -> None:
-        args = (self.model, self.cache, self.rows, self.method, self.aggregation, None)
-        graphs.run(("step",), decode_step, *args, refresh=refresh, greedy=greedy)
+        aggregation = self.aggregation if refresh else None
+        args = (self.model, self.cache, self.rows, self.method, aggregation, None, None)
+        graphs.run(("step",), decode_step, *args, greedy=greedy)
 
 
 class _NotRun(Exception):

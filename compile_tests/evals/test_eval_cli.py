@@ -249,7 +249,7 @@ def test_a_compiled_run_says_the_same(cli: Cli, tmp_path: Path) -> None:
     assert contents(tmp_path / "compiled") == contents(tmp_path / "eager")
     assert eager.out == compiled.out
     said = [line for line in compiled.err.splitlines() if "compiling" in line]
-    assert said == [f"compiling the {what} ..." for what in ("decode step", "refresh step", "decode step")]
+    assert said == [f"compiling the {what} ..." for what in ("decode step", "decode step")]
 
 
 def test_progress_and_the_time_to_go(

@@ -241,7 +241,7 @@ class DrivenConversation:
             self._grow()
         active_B = real_BT[:, 0]
         refresh = self.eviction.refreshes_at(self.turn_step + 1)
-        step = decode_pass(self.method, self.rows, active_B, refresh=refresh)
+        step = decode_pass(self.method, self.rows, active_B, scores=refresh)
         return Part(CacheView(self.cache, step, self.aggregation if refresh else None), slice(0, 1), active_B)
 
     def _compact(self) -> None:

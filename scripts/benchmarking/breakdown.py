@@ -143,9 +143,9 @@ def step(contender: Ours, graphs: Graphs, name: str, refresh: bool) -> None:
         decoder.cache,
         decoder.rows,
         decoder.method,
-        decoder.aggregation,
+        decoder.aggregation if refresh else None,
         None,
-        refresh=refresh,
+        None,
         greedy=True,
     )
 
