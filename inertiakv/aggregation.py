@@ -59,6 +59,8 @@ class Aggregation(nn.Module):
     buffer do not. With one axis: of a number without any it asks for the value, and compiles a graph twice.
     """
 
+    apart_from_graphs = ("alpha",)
+
     def __init__(
         self,
         config: EvictionConfig,

@@ -13,13 +13,16 @@ from torch import nn
 
 from .lowering import SETTINGS, no_garbage_collection, start_toolchain
 from .replay import Replayed
+from .stored import Stored
 
 
 @dataclass
 class GraphStats:
-    """What was compiled: graphs, graph breaks, recompiles, and the seconds that first calls took."""
+    """What was compiled: graphs, how many of them had been stored by another process, graph breaks,
+    recompiles, and the seconds that first calls took."""
 
     compiled: int = 0
+    stored: int = 0
     breaks: int = 0
     recompiles: int = 0
     seconds: float = 0.0
@@ -76,10 +79,8 @@ class Graphs:
     ) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        graphs = 0
+        graphs, on_cpu = 0, self.device.type == "cpu"
         settings = {"triton.cudagraphs": record and self.device.type == "cuda", **SETTINGS}
-        if self.device.type == "cpu":
-            start_toolchain()
 
         def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
             nonlocal graphs
@@ -88,16 +89,27 @@ class Graphs:
             self.stats.recompiles += graphs > 1
             return compile_fx(module, inputs, config_patches=settings)
 
-        compiled = torch.compile(
-            _own(function, static),
-            fullgraph=True,
-            dynamic=False,
-            backend=backend,
-            # One graph a callable, and the key has told shapes apart: checking some thousand properties of
-            # the model again at every step would take as long as several of its layers.
-            options={"guard_filter_fn": lambda guards: [False for _ in guards]},
-        )
-        return Replayed(compiled) if record and self.device.type == "cpu" else compiled
+        def compile() -> Any:
+            if on_cpu:
+                start_toolchain()
+            return torch.compile(
+                _own(function, static),
+                fullgraph=True,
+                dynamic=False,
+                backend=backend,
+                # One graph a callable, and the key has told shapes apart: checking some thousand properties
+                # of the model again at every step would take as long as several of its layers.
+                options={"guard_filter_fn": lambda guards: [False for _ in guards]},
+            )
+
+        def on_load() -> None:
+            self.stats.compiled += 1
+            self.stats.stored += 1
+
+        if not on_cpu:
+            return compile()
+        stored = Stored(compile, (function, static, settings), on_load)
+        return Replayed(stored) if record else stored
 
 
 def check_ties(model: nn.Module) -> None:

@@ -59,6 +59,7 @@ class Transformer(nn.Module):
 
     source = "made in memory"
     loaded: Any = None  # what loading it took, where it was loaded (checkpoint.py)
+    apart_from_graphs = ("source", "loaded")
 
     def __init__(self, config: ModelConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()

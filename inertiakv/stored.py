@@ -1,0 +1,97 @@
+"""Compiled passes kept on disk, in a folder of the compiler's own cache.
+
+That cache knows what was made of a graph, but to ask it a pass must be traced, operation by operation: most
+of what the first steps of a process take once everything has been compiled before. A pass that sees what it
+saw in another process, by its fingerprint, is taken over as it was traced there.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .fingerprint import fingerprint
+
+Function = Callable[..., Any]
+
+
+class Stored:
+    """A pass that at its first call is loaded, or else compiled and written, or else, where it cannot be
+    written, compiled."""
+
+    def __init__(self, compile: Callable[[], Any], made_from: tuple[Any, ...], on_load: Function) -> None:
+        """`compile` returns what `torch.compile` does. `made_from`: all but the arguments of the first call
+        that its graph depends on. `on_load` is called after loading."""
+        self._compile, self._made_from, self._on_load = compile, made_from, on_load
+        self._function: Function | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._function is None:
+            path = _path(self._made_from, args)
+            self._function = self._load(path) or self._make(path, args)
+        return self._function(*args)
+
+    def _load(self, path: Path | None) -> Function | None:
+        # Whatever a file holds, and whatever another version of the compiler says to it: there is a way on.
+        with suppress(Exception):
+            if path is not None and path.exists():
+                with path.open("rb") as file:
+                    loaded: Any = torch.compiler.load_compiled_function(file)
+                loaded.disable_guard_check()
+                self._on_load()
+                return loaded
+        return None
+
+    def _make(self, path: Path | None, args: tuple[Any, ...]) -> Function:
+        compiled = self._compile()
+        if path is None:
+            return compiled
+        try:
+            made = compiled.aot_compile((args, {}))
+            made.disable_guard_check()
+        except Exception:  # what is the user's fault is raised again where it is called
+            return compiled
+        with suppress(Exception):
+            path.parent.mkdir(exist_ok=True)
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            made.save_compiled_function(str(unfinished))
+            unfinished.replace(path)
+        return made
+
+
+def _path(*made_from: Any) -> Path | None:
+    """Of the pass, None where there is to be no cache, or nothing tells what the pass depends on."""
+    with suppress(Exception):
+        from torch._inductor import config  # imported late: the compiler takes seconds to import
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        if config.fx_graph_cache and not config.force_disable_caches:
+            return Path(cache_dir()) / "inertiakv" / fingerprint(made_from, _surroundings())
+    return None
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """What the compiler looks at beside a pass."""
+    from torch._dynamo import config as tracing
+    from torch._functorch import config as functions
+    from torch._inductor import config as loops
+
+    settings = [config.save_config_portable() for config in (tracing, functions, loops)]
+    for each in settings:
+        each.pop("debug_dir_root", None)  # the folder that a process was started in
+    return (
+        *(torch.__version__, torch.version.git_version, sys.version, platform.machine()),
+        *(torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()),
+        *(torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision()),
+        *(torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        *(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        torch.are_deterministic_algorithms_enabled(),
+        settings,
+    )
