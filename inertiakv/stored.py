@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .fingerprint import fingerprint
+from .lowering import SETTINGS
 
 Function = Callable[..., Any]
 
@@ -41,8 +42,10 @@ class Stored:
     def _load(self, path: Path | None) -> Function | None:
         # Whatever a file holds, and whatever another version of the compiler says to it: there is a way on.
         with suppress(Exception):
+            from torch._inductor import config
+
             if path is not None and path.exists():
-                with path.open("rb") as file:
+                with path.open("rb") as file, config.patch(SETTINGS):
                     loaded: Any = torch.compiler.load_compiled_function(file)
                 loaded.disable_guard_check()
                 self._on_load()
