@@ -42,9 +42,10 @@ class Stored:
     def _load(self, path: Path | None) -> Function | None:
         # Whatever a file holds, and whatever another version of the compiler says to it: there is a way on.
         with suppress(Exception):
-            from torch._inductor import config
+            from torch._inductor import config  # imported late: the compiler takes seconds to import
 
             if path is not None and path.exists():
+                # With other settings the loops would be compiled once more.
                 with path.open("rb") as file, config.patch(SETTINGS):
                     loaded: Any = torch.compiler.load_compiled_function(file)
                 loaded.disable_guard_check()
