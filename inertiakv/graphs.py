@@ -80,7 +80,12 @@ class Graphs:
         from torch._inductor.compile_fx import compile_fx
 
         graphs, on_cpu = 0, self.device.type == "cpu"
-        settings = {"triton.cudagraphs": record and self.device.type == "cuda", **SETTINGS}
+        settings = {
+            "triton.cudagraphs": record and self.device.type == "cuda",
+            # What it looks for are products that the library has a better form of. Here they are loops.
+            "pattern_matcher": not on_cpu,
+            **SETTINGS,
+        }
 
         def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
             nonlocal graphs

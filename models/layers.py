@@ -75,9 +75,10 @@ def linear(
 
 def one_row_product(x_I: Tensor, weight_OI: Tensor) -> Tensor:
     """weight_OI times x_I, [O], of float32 or wider on a CPU. The library's product of a matrix and a vector
-    runs on one core; several of them run side by side."""
+    runs on one core; several of them run side by side. With the vector on the right they would take three
+    times as long."""
     parts_S = weight_OI.unflatten(0, (SIDES, -1))
-    return torch.bmm(parts_S, x_I[:, None].expand(SIDES, -1, -1)).flatten()
+    return torch.bmm(x_I.expand(SIDES, 1, -1), parts_S.mT).flatten()
 
 
 def few_rows_product(x_RI: Tensor, weight_OI: Tensor) -> Tensor:
