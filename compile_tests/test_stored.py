@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import subprocess
 import sys
@@ -148,6 +149,33 @@ def test_what_is_replaced_at_run_time_changes_the_fingerprint(
     before = seen()
     monkeypatch.setattr(where, name, value)
     assert seen() != before
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "import pk.sub as sub\ndef f(x): return sub.g(x)",
+        "import pk\ndef f(x): return pk.sub.g(x)",
+        "def f(x):\n    import pk.sub\n    return pk.sub.g(x)",
+        "def f(x):\n    from pk.sub import g\n    return g(x)",
+        "def f(x):\n    from .sub import g\n    return g(x)",
+        "def f(x):\n    from . import sub\n    return sub.g(x)",
+    ],
+)
+def test_whatever_way_a_function_is_named(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pk").mkdir()
+    for name, text in {"__init__": "", "sub": "def g(x): return x + 1", "user": way}.items():
+        (tmp_path / "pk" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    user, sub = importlib.import_module("pk.user"), importlib.import_module("pk.sub")
+    try:
+        before = fingerprint(user.f)
+        assert fingerprint(user.f) == before
+        monkeypatch.setattr(sub, "g", lambda x: x + 2)
+        assert fingerprint(user.f) != before
+    finally:
+        for name in ("pk", "pk.user", "pk.sub"):
+            sys.modules.pop(name, None)
 
 
 def test_what_may_be_anything_has_no_fingerprint() -> None:

@@ -64,6 +64,7 @@ class _Walk:
         self.hash = hashlib.sha256()
         self._met: dict[int, tuple[int, Any]] = {}  # by id; held, so that no id serves twice
         self._memory: dict[int, int] = {}  # by address
+        self._spaces: set[tuple[int, frozenset[str]]] = set()
         self._later: deque[FunctionType | type] = deque()
 
     def follow(self) -> None:
@@ -142,11 +143,22 @@ class _Walk:
             return
         names = self._take_code(function.__code__)
         self.take((function.__defaults__, function.__kwdefaults__, cells))
-        for name in sorted(names & function.__globals__.keys()):
-            named = function.__globals__[name]
-            self._take_items([(name, named)])
-            if isinstance(named, ModuleType) and _is_ours(named.__name__):
-                self._take_items((n, vars(named)[n]) for n in sorted(names & vars(named).keys()))
+        self._take_named(names, function.__globals__)
+        for name in sorted(names):  # what is imported as it runs
+            for imported in (name, f"{function.__globals__.get('__package__')}.{name}"):
+                if imported in sys.modules and _is_ours(imported):
+                    self._take_named(names, vars(sys.modules[imported]))
+
+    def _take_named(self, names: set[str], space: dict[str, Any]) -> None:
+        """What names mean in a module, and in modules of ours that it names."""
+        met = id(space), frozenset(names)
+        if met in self._spaces:
+            return
+        self._spaces.add(met)
+        for name in sorted(names & space.keys()):
+            self._take_items([(name, space[name])])
+            if isinstance(space[name], ModuleType) and _is_ours(space[name].__name__):
+                self._take_named(names, vars(space[name]))
 
     def _take_code(self, code: CodeType) -> set[str]:
         """Returns the names that it uses."""
