@@ -24,7 +24,10 @@ def run(config: EvictionConfig, score_TLN: torch.Tensor, start_N: torch.Tensor |
     for step in range(steps):
         for layer in range(layers):
             utility_1N = updated(
-                utility_1N, score_TLN[step, layer][None], everywhere_1N, *aggregation.by_layer()[layer][:2]
+                utility_1N,
+                score_TLN[step, layer][None],
+                everywhere_1N,
+                aggregation.by_layer()[layer].smoothing,
             )
     return utility_1N[0]
 
@@ -108,7 +111,7 @@ def test_tokens_that_are_not_scored_keep_their_utility(config: EvictionConfig) -
     scored_BN = torch.tensor([[True, False, True], [False, False, False]])
     for layer in range(2):
         utility_BN = updated(
-            utility_BN, torch.full((2, 3), 0.7), scored_BN, *aggregation.by_layer()[layer][:2]
+            utility_BN, torch.full((2, 3), 0.7), scored_BN, aggregation.by_layer()[layer].smoothing
         )
     assert torch.equal(utility_BN[~scored_BN], before_BN[~scored_BN])
     assert (utility_BN[scored_BN] != before_BN[scored_BN]).all()

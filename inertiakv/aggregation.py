@@ -45,18 +45,19 @@ def layer_coefficients(config: EvictionConfig, num_layers: int) -> tuple[list[fl
 
 
 class Coefficients(NamedTuple):
-    """Of one layer, [1] each: what becomes of its scores, and what its random ones start from."""
+    """Of one layer: decay and gain, which its scores are taken up with, and what they start from where they
+    are random, [1]."""
 
-    decay: Tensor
-    gain: Tensor
-    salt: Tensor
+    smoothing: Tensor
+    salt: Tensor | None = None
 
 
 class Aggregation(nn.Module):
     """The recurrence's coefficients as buffers: a graph reads them, so that another alpha is no recompile.
 
-    A buffer a number: the compiler takes layers for alike only where their inputs lie alike, and views of one
-    buffer do not. With one axis: of a number without any it asks for the value, and compiles a graph twice.
+    Buffers of each layer: the compiler takes layers for alike only where their inputs lie alike, and views of
+    one buffer do not. As few as can be, since each takes it time. With one axis: of a number without any it
+    asks for the value, and compiles a graph twice.
     """
 
     apart_from_graphs = ("alpha",)
@@ -78,9 +79,9 @@ class Aggregation(nn.Module):
                 f"layer {self.layers[-1]} cannot score: the model has layers 0 to {num_layers - 1}"
             )
         for layer in self.layers:
-            self.register_buffer(f"decay_{layer}", torch.empty(1, dtype=dtype, device=device))
-            self.register_buffer(f"gain_{layer}", torch.empty(1, dtype=dtype, device=device))
-            self.register_buffer(f"salt_{layer}", torch.empty(1, dtype=torch.int64, device=device))
+            self.register_buffer(f"smoothing_{layer}", torch.empty(2, dtype=dtype, device=device))
+            if self.scorer == "random":
+                self.register_buffer(f"salt_{layer}", torch.empty(1, dtype=torch.int64, device=device))
         self.follow(config)
 
     def follow(self, config: EvictionConfig) -> None:
@@ -88,7 +89,8 @@ class Aggregation(nn.Module):
         self._config = config
         salt_L = uniform(torch.tensor(config.scorer_seed or 0), torch.tensor(self.layers)) * 2**30
         for scalars, salt in zip(self.by_layer().values(), salt_L.long(), strict=True):
-            scalars.salt.copy_(salt)
+            if scalars.salt is not None:
+                scalars.salt.copy_(salt)
         self.smooth(None)
 
     def smooth(self, alpha: float | None) -> None:
@@ -96,20 +98,16 @@ class Aggregation(nn.Module):
         self.alpha = self._config.alpha if alpha is None else alpha
         config = dataclasses.replace(self._config, alpha=self.alpha)
         numbers = zip(*layer_coefficients(config, len(self.layers)), strict=True)
-        for (decay, gain), scalars in zip(numbers, self.by_layer().values(), strict=True):
-            scalars.decay.fill_(decay)
-            scalars.gain.fill_(gain)
+        for of_layer, scalars in zip(numbers, self.by_layer().values(), strict=True):
+            scalars.smoothing.copy_(torch.tensor(of_layer, dtype=torch.float64))
 
     def by_layer(self) -> dict[int, Coefficients]:
         """For each layer that scores."""
-        return {
-            layer: Coefficients(*(getattr(self, f"{name}_{layer}") for name in Coefficients._fields))
-            for layer in self.layers
-        }
+        names = Coefficients._fields if self.scorer == "random" else ("smoothing",)
+        return {layer: Coefficients(*(getattr(self, f"{n}_{layer}") for n in names)) for layer in self.layers}
 
 
-def updated(
-    utility_BXN: Tensor, score_BXN: Tensor, scored_BXN: Tensor, decay: Tensor, gain: Tensor
-) -> Tensor:
+def updated(utility_BXN: Tensor, score_BXN: Tensor, scored_BXN: Tensor, smoothing: Tensor) -> Tensor:
     """The utilities after one layer's scores, where `scored_BXN` (bool) says so; elsewhere as they were."""
+    decay, gain = smoothing.split(1)
     return torch.where(scored_BXN, decay * utility_BXN + gain * score_BXN, utility_BXN)

@@ -157,5 +157,5 @@ class LayerView:
         score_BGN = score_BGC.new_zeros(*score_BGC.shape[:2], r.filled + 1).scatter(-1, slot_BGC, score_BGC)
         scored_BN = torch.zeros_like(score_BGN[:, 0], dtype=torch.bool).scatter(-1, r.slot_BC, True)
         score_BXN = by_set(score_BGN[..., :-1].to(utility_BXN.dtype), utility_BXN.shape[1])
-        decay, gain, _ = coefficients
-        utility_BXN.copy_(updated(utility_BXN, score_BXN, scored_BN[:, None, :-1], decay, gain))
+        scored_BXN = scored_BN[:, None, :-1]
+        utility_BXN.copy_(updated(utility_BXN, score_BXN, scored_BXN, coefficients.smoothing))

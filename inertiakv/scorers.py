@@ -46,7 +46,7 @@ class Evidence(NamedTuple):
     """What a head's score is made of where several queries score together."""
     seen_BXN: Tensor
     position_BXN: Tensor
-    salt: Tensor
+    salt: Tensor | None
     """Of the layer, for `random`."""
     learned: LearnedScorer | None
     """The scorer `learned`."""
@@ -135,6 +135,7 @@ def recency(e: Evidence) -> Tensor:
 def random(e: Evidence) -> Tensor:
     """Uniform in [0, 1), by a hash of the layer, the query's position and the token's: no draw depends on the
     batch or on the slot."""
+    assert e.salt is not None
     heads = torch.arange(e.position_BXN.shape[1], device=e.salt.device)[:, None]
     seed_BXN = (e.salt + heads) * (1 << 32) + e.query_BT[:, -1, None, None]
     return uniform(seed_BXN, e.position_BXN.long()).to(_accurate(e.k_BGND))

@@ -300,7 +300,7 @@ class LayerView:
     ) -> None:
         assert self.utility_BXN is not None
         assert self.coefficients is not None
-        seen, (decay, gain, salt) = self.seen, self.coefficients
+        seen, (smoothing, salt) = self.seen, self.coefficients
         held_BXN = seen.position_BXN > EMPTY
         real_share_B, q_BHD = None, q_BHTD[:, :, 0]
         if q_BHTD.shape[2] > 1:
@@ -326,7 +326,7 @@ class LayerView:
         )
         score_BXN = by_set(SCORERS[scoring.scorer](evidence), held_BXN.shape[1])
         scored_BXN = held_BXN & scoring.scored_B[:, None, None]
-        self.scored.append(updated(self.utility_BXN, score_BXN, scored_BXN, decay, gain))
+        self.scored.append(updated(self.utility_BXN, score_BXN, scored_BXN, smoothing))
         if scoring.record:
             self.scored.append(score_BXN)
 
