@@ -23,12 +23,8 @@ def run(config: EvictionConfig, score_TLN: torch.Tensor, start_N: torch.Tensor |
     everywhere_1N = torch.ones(1, slots, dtype=torch.bool)
     for step in range(steps):
         for layer in range(layers):
-            utility_1N = updated(
-                utility_1N,
-                score_TLN[step, layer][None],
-                everywhere_1N,
-                aggregation.by_layer()[layer].smoothing,
-            )
+            smoothing = aggregation.by_layer()[layer].smoothing
+            utility_1N = updated(utility_1N, score_TLN[step, layer][None], everywhere_1N, smoothing)
     return utility_1N[0]
 
 
