@@ -23,3 +23,12 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def nothing_compiled_yet() -> Iterator[None]:
+    """A cache of the compiler that is empty."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        yield

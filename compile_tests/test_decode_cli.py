@@ -115,6 +115,7 @@ def test_json(cli: Cli, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nothing_compiled_yet")
 def test_compiled(cli: Cli) -> None:
     argv = ("--prompt", TEXT, "--max-new-tokens", 12, "--policy", "lazy4", "--json")
     eager, result = cli(*argv).json, cli(*argv, compile=True)
@@ -122,6 +123,9 @@ def test_compiled(cli: Cli) -> None:
     assert result.json["graphs"] == {"compiled": 1, "breaks": 0, "recompiles": 0}
     assert result.json["seconds"]["compile"] > 0
     assert "compiling the decode step ..." in result.err
+    again = cli(*argv, compile=True)
+    assert again.json["rows"] == eager["rows"]
+    assert "compiling" not in again.err
 
 
 def test_text_streams_and_equals_the_text_at_the_end(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

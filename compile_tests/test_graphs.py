@@ -57,12 +57,10 @@ def test_the_same_graphs_serve_requests_of_all_lengths_that_fit(
     assert len(seen) == 1, "buffers moved from one request to the next"
 
 
+@pytest.mark.usefixtures("nothing_compiled_yet")
 def test_a_graph_is_traced_once_where_no_cache_knows_it() -> None:
-    from torch._inductor.utils import fresh_cache
-
     decoder = Decoder(tiny_model(1, layers=2), TWO, compile=True)
-    with fresh_cache():
-        stats = decoder.generate(random_prompts([60]), 4, eos_token_ids=[]).stats
+    stats = decoder.generate(random_prompts([60]), 4, eos_token_ids=[]).stats
     assert (stats.graphs.compiled, stats.graphs.recompiles) == (2, 0)
 
 
@@ -169,6 +167,7 @@ def test_layers_may_be_tied_within_themselves_all_alike() -> None:
     assert tokens_of(model, compile=True) == tokens_of(model, compile=False)
 
 
+@pytest.mark.usefixtures("nothing_compiled_yet")
 def test_the_first_token_does_not_wait_for_the_compiler(model: Transformer) -> None:
     compiling: list[str] = []
     decoder = Decoder(model, TWO, compile=True, on_compile=compiling.append)

@@ -47,7 +47,8 @@ class Decoder:
     * `repeat_prefix`: token ids of an instruction that goes before the repetitions of scorer
       "reconstruction".
     * `record`: decode steps of an answer to record for `recording`.
-    * `on_compile`: called before a graph is compiled, which takes seconds, with what it is for.
+    * `on_compile`: called before a graph is compiled, which takes seconds, with what it is for; not where it
+      is loaded as another process has compiled it.
     * `on_draft`: called before a draft is decoded, which takes as long as so much of an answer, with its
       number, from 1, and how many there are.
     * `check_ranks`: for debugging, see at every step that all processes that hold the model have chosen the

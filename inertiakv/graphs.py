@@ -55,11 +55,9 @@ class Graphs:
             torch.compiler.cudagraph_mark_step_begin()
         if key in self._passes:
             return self._passes[key](*args)
-        if self.on_compile is not None:
-            self.on_compile(str(key[0]))
         start = time.perf_counter()
         with no_garbage_collection():
-            self._passes[key] = compiled = self._compile(function, static, record)
+            self._passes[key] = compiled = self._compile(str(key[0]), function, static, record)
             from torch._dynamo.utils import counters  # imported late: the compiler takes seconds to import
 
             breaks = counters["graph_break"].total()
@@ -75,7 +73,7 @@ class Graphs:
                 compiled.forget()
 
     def _compile(
-        self, function: Callable[..., Any], static: dict[str, Any], record: bool
+        self, name: str, function: Callable[..., Any], static: dict[str, Any], record: bool
     ) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
@@ -95,6 +93,8 @@ class Graphs:
             return compile_fx(module, inputs, config_patches=settings)
 
         def compile() -> Any:
+            if self.on_compile is not None:
+                self.on_compile(name)
             if on_cpu:
                 start_toolchain()
             return torch.compile(

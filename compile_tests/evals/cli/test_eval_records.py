@@ -130,6 +130,7 @@ def test_a_budget_in_tokens_and_prompts_as_they_are(cli: Cli, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nothing_compiled_yet")
 def test_a_compiled_run_says_the_same(cli: Cli, tmp_path: Path) -> None:
     """With batches filled up, and graphs that serve one batch after another."""
     argv = (
