@@ -111,7 +111,7 @@ def test_json(cli: Cli, folder: Path) -> None:
     # 12 tokens are fed 11 times, the last one not: the first of 11 steps scores, the fifth and the ninth.
     assert report["refreshes"] == 3
     assert report["evictions"] == row["prompt_tokens"] + 11 - row["budget"]
-    assert report["graphs"] == {"compiled": 0, "breaks": 0, "recompiles": 0}
+    assert report["graphs"] == {"compiled": 0, "stored": 0, "breaks": 0, "recompiles": 0}
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_compiled(cli: Cli) -> None:
     argv = ("--prompt", TEXT, "--max-new-tokens", 12, "--policy", "lazy4", "--json")
     eager, result = cli(*argv).json, cli(*argv, compile=True)
     assert result.json["rows"] == eager["rows"]
-    assert result.json["graphs"] == {"compiled": 1, "breaks": 0, "recompiles": 0}
+    assert result.json["graphs"] == {"compiled": 1, "stored": 0, "breaks": 0, "recompiles": 0}
     assert result.json["seconds"]["compile"] > 0
     assert "compiling the decode step ..." in result.err
     again = cli(*argv, compile=True)

@@ -2,7 +2,9 @@
 
 What the compiler made of a function serves another process where the function would see the same there. Of
 tensors it sees everything but their numbers. Code is taken as it is in memory, and not as its file has it: a
-function that was replaced while the program ran is another one.
+function that was replaced while the program ran is another one. That is sure for this project's code alone,
+and for the libraries that it is written with, of which the version says enough. Where anybody else's takes
+part there is no fingerprint: nothing tells what it depends on.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _BESIDE_ITS_BODY = {
     *("__parameters__", "__slotnames__", "_abc_impl", "__dataclass_fields__", "__dataclass_params__"),
 }
 """What a class has that nobody wrote, or that its passes do not depend on."""
-_ROOT = __name__.partition(".")[0]
+_PROJECT = {"inertiakv", "models"}
+_LIBRARIES = {*sys.stdlib_module_names, "einops", "numpy", "torch"}
 
 
 class UnknownError(TypeError):
@@ -111,7 +114,7 @@ class _Walk:
         elif isinstance(value, functools._lru_cache_wrapper):
             self.take((functools.cache, value.__wrapped__))
         elif isinstance(value, ModuleType):
-            self._note(value.__name__, _version(value.__name__))
+            self._note(value.__name__, _is_ours(value.__name__), _version(value.__name__))
         elif isinstance(value, _SAID_BY_NAME) or type(value).__module__ == "typing":
             self._note(repr(value))
         elif isinstance(value, CustomOpDef):
@@ -146,18 +149,21 @@ class _Walk:
         self._take_named(names, function.__globals__)
         for name in sorted(names):  # what is imported as it runs
             for imported in (name, f"{function.__globals__.get('__package__')}.{name}"):
-                if imported in sys.modules and _is_ours(imported):
+                if imported.partition(".")[0] in _PROJECT and imported in sys.modules:
                     self._take_named(names, vars(sys.modules[imported]))
 
     def _take_named(self, names: set[str], space: dict[str, Any]) -> None:
-        """What names mean in a module, and in modules of ours that it names."""
+        """What names mean in a module, and in modules that it names; of a library's, which functions they
+        are: somebody may have replaced them."""
         met = id(space), frozenset(names)
         if met in self._spaces:
             return
         self._spaces.add(met)
-        for name in sorted(names & space.keys()):
-            self._take_items([(name, space[name])])
-            if isinstance(space[name], ModuleType) and _is_ours(space[name].__name__):
+        ours = _is_ours(space["__name__"])
+        for name in sorted(name for name in names if name in space):
+            if ours or isinstance(space[name], FunctionType):
+                self._take_items([(name, space[name])])
+            if isinstance(space[name], ModuleType):
                 self._take_named(names, vars(space[name]))
 
     def _take_code(self, code: CodeType) -> set[str]:
@@ -205,13 +211,15 @@ def _is_generated(value: Any) -> bool:
 
 @functools.cache
 def _is_ours(module: str) -> bool:
-    """Whether code may change without its version: ours, a user's, but no installed library's."""
+    """Whether code is this project's, which may change without its version, and not a library's. Raises
+    UnknownError for anybody else's."""
     root = module.partition(".")[0]
-    if root in sys.stdlib_module_names:
+    if root in _LIBRARIES or root.startswith("namedtuple_"):  # the methods of a NamedTuple
         return False
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in (module, root))
-    file = next(filter(None, files), "")
-    return root == _ROOT or not {"site-packages", "dist-packages"} & set(Path(file).parts)
+    file = getattr(sys.modules.get(root), "__file__", None)
+    if root not in _PROJECT or file is None or Path(file).parents[1] != Path(__file__).parents[1]:
+        raise UnknownError(f"code of {module}")
+    return True
 
 
 def _version(module: str) -> str:

@@ -7,20 +7,30 @@ saw in another process, by its fingerprint, is taken over as it was traced there
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import platform
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from .fingerprint import fingerprint
+from .fingerprint import UnknownError, fingerprint
 from .lowering import SETTINGS
 
 Function = Callable[..., Any]
+_CUSTOM = (
+    *("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "custom_partitioner_fn"),
+    *("post_grad_custom_pre_pass", "post_grad_custom_post_pass"),
+    *("_pre_fusion_custom_pass", "_post_fusion_custom_pass"),
+)
+"""Settings of the compiler that are code."""
 
 
 class Stored:
@@ -46,8 +56,11 @@ class Stored:
 
             if path is not None and path.exists():
                 # With other settings the loops would be compiled once more.
-                with path.open("rb") as file, config.patch(SETTINGS):
-                    loaded: Any = torch.compiler.load_compiled_function(file)
+                digest, data = path.read_bytes()[:32], path.read_bytes()[32:]
+                if digest != _digest(path, data):
+                    return None
+                with config.patch(SETTINGS):
+                    loaded: Any = torch.compiler.load_compiled_function(io.BytesIO(data))
                 loaded.disable_guard_check()
                 self._on_load()
                 return loaded
@@ -62,12 +75,21 @@ class Stored:
             made.disable_guard_check()
         except Exception:  # what is the user's fault is raised again where it is called
             return compiled
+        unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         with suppress(Exception):
             path.parent.mkdir(exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}")
             made.save_compiled_function(str(unfinished))
+            data = unfinished.read_bytes()
+            unfinished.write_bytes(_digest(path, data) + data)
             unfinished.replace(path)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         return made
+
+
+def _digest(path: Path, data: bytes) -> bytes:
+    """Goes before the data of a file: neither damaged nor under another's name."""
+    return hashlib.sha256(path.name.encode() + data).digest()
 
 
 def _path(*made_from: Any) -> Path | None:
@@ -82,11 +104,15 @@ def _path(*made_from: Any) -> Path | None:
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """What the compiler looks at beside a pass."""
+    """What the compiler looks at beside a pass. Raises UnknownError where that may be anything."""
     from torch._dynamo import config as tracing
     from torch._functorch import config as functions
     from torch._inductor import config as loops
 
+    hooks = [name for name, held in vars(nn.modules.module).items() if name.startswith("_global_") and held]
+    passes = [name for name in _CUSTOM if getattr(loops, name, None) is not None]
+    if hooks or passes:
+        raise UnknownError(f"what {', '.join(hooks + passes)} do")
     settings = [config.save_config_portable() for config in (tracing, functions, loops)]
     for each in settings:
         each.pop("debug_dir_root", None)  # the folder that a process was started in

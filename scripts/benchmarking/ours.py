@@ -112,6 +112,7 @@ class Ours:
             else None,
             "graphs": {
                 "compiled": stats.graphs.compiled,
+                "stored": stats.graphs.stored,
                 "breaks": stats.graphs.breaks,
                 "recompiles": stats.graphs.recompiles,
             },

@@ -72,6 +72,7 @@ class Run:
             "evictions": sum(stats.evictions),
             "graphs": {
                 "compiled": stats.graphs.compiled,
+                "stored": stats.graphs.stored,
                 "breaks": stats.graphs.breaks,
                 "recompiles": stats.graphs.recompiles,
             },
