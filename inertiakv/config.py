@@ -316,13 +316,18 @@ class EvictionConfig:
         return sinks, recent + share // 3, share - 2 * (share // 3)
 
     @property
+    def goes_by_scores(self) -> bool:
+        """Whether decode steps evict by scores, those of the step or former ones."""
+        return self.scores and self.after == "rule"
+
+    @property
     def refreshes(self) -> bool:
         """Whether decode steps after the first score."""
-        return self.scores and self.after == "rule" and self.refresh != "once"
+        return self.goes_by_scores and self.refresh != "once"
 
     def refreshes_at(self, step: int) -> bool:
         """Whether decode step `step` (counted from 1) scores."""
-        if not self.scores or self.after != "rule":
+        if not self.goes_by_scores:
             return False
         if self.refresh == "once":
             return step == 1 and self.evict_at == "first_step"

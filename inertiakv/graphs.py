@@ -27,6 +27,10 @@ class GraphStats:
     recompiles: int = 0
     seconds: float = 0.0
 
+    def counts(self) -> dict[str, int]:
+        """All but the seconds."""
+        return {name: value for name, value in vars(self).items() if name != "seconds"}
+
 
 @dataclass
 class Graphs:

@@ -123,7 +123,7 @@ def decode_pass(
 ) -> Pass:
     """What `decode_step` does with its tokens."""
     eviction, mean_B = method.eviction, None
-    if eviction is not None and eviction.scores and eviction.after == "rule":
+    if eviction is not None and eviction.goes_by_scores:
         # A token that is not scored would start at the bottom, and go at once: it takes the mean (the lazy
         # refresh of the paper).
         if not scores or eviction.new_token == "mean" or isinstance(eviction, RankTrigger):

@@ -56,7 +56,8 @@ class Stored:
 
             if path is not None and path.exists():
                 # With other settings the loops would be compiled once more.
-                digest, data = path.read_bytes()[:32], path.read_bytes()[32:]
+                content = path.read_bytes()
+                digest, data = content[:32], content[32:]
                 if digest != _digest(path, data):
                     return None
                 with config.patch(SETTINGS):

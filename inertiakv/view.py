@@ -172,8 +172,8 @@ class CacheView:
     ) -> None:
         """`aggregation`: score this pass and update the utilities of rows that are active; where `due`, bool
         [1], is not true, they stay. `rotations`: of its queries, for the scorer `expected_attention`. `by`:
-        what several queries make of their scores.
-        `record`: keep the layers' scores, in `scores`. `ranks`: those that hold the model."""
+        what several queries make of their scores. `record`: keep the layers' scores, in `scores`. `ranks`:
+        those that hold the model."""
         self.layers, self.tables, self.step = cache.layers, cache.tables, step
         self.shared = cache.shape.scope == "shared"
         self.record = record
@@ -182,13 +182,14 @@ class CacheView:
         if self.shared:
             self.seen = enter(self.tables[0], step)
         # What is the same for all layers, for those that score, and what is each one's own.
-        self.same = self.same_scoring = flat(self.seen if self.shared else step, None)
+        common = self.seen if self.shared else step
+        self.same = self.same_scoring = flat(common, None)
         self.coefficients: dict[int, Coefficients] = {}
         if aggregation is not None:
             assert step.active_B is not None
             scored_B = step.active_B if due is None else step.active_B & due
             how = (aggregation.scorer, scored_B, aggregation.learned, rotations, by, record, self.ranks)
-            self.same_scoring = flat(self.seen if self.shared else step, Scoring(*how))
+            self.same_scoring = flat(common, Scoring(*how))
             self.coefficients = aggregation.by_layer()
 
     def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:

@@ -110,12 +110,7 @@ class Ours:
             "ms_by_kind": {kind: statistics.median(ms) for kind, ms in vars(kinds).items()}
             if mixed
             else None,
-            "graphs": {
-                "compiled": stats.graphs.compiled,
-                "stored": stats.graphs.stored,
-                "breaks": stats.graphs.breaks,
-                "recompiles": stats.graphs.recompiles,
-            },
+            "graphs": stats.graphs.counts(),
         }
 
 

@@ -70,12 +70,7 @@ class Run:
             "tokens_per_second": rate and round(rate, 3),
             "refreshes": stats.refreshes,
             "evictions": sum(stats.evictions),
-            "graphs": {
-                "compiled": stats.graphs.compiled,
-                "stored": stats.graphs.stored,
-                "breaks": stats.graphs.breaks,
-                "recompiles": stats.graphs.recompiles,
-            },
+            "graphs": stats.graphs.counts(),
         }
 
     def _lines(self) -> dict[str, str]:
