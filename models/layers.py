@@ -24,6 +24,10 @@ FEW_ROWS = 8
 SIDES = 16
 """Parts of its outputs that an uncompiled linear layer for one row computes side by side on a CPU."""
 
+LOADS_BYTES = torch.backends.cpu.get_cpu_capability() == "AVX512"
+"""Whether the compiler's loops load int8 as it is, and not by way of the stack, which takes eight times as
+long as to compute with it."""
+
 
 class Cache(Protocol):
     """All that a model asks of a cache."""
@@ -58,7 +62,10 @@ def linear(
 ) -> Tensor:
     """x [..., I] -> [..., O] in x's dtype. With a scale the weights are quantised: `weight_OI * scale_O1`."""
     rows = x.numel() // x.shape[-1]
-    # No library's product takes quantised weights as they are: the compiler's loop does, on every device.
+    if scale_O1 is not None and rows <= FEW_ROWS and library_reads_int8(x):
+        y_RO = torch._weight_int8pack_mm(x.reshape(rows, -1), weight_OI, scale_O1[:, 0])
+        return (y_RO if bias_O is None else y_RO + bias_O).reshape(*x.shape[:-1], -1)
+    # Other products of a library do not take quantised weights as they are: the compiler's loop does.
     own_loop = x.device.type == "cpu" or scale_O1 is not None
     if not (torch.compiler.is_compiling() and own_loop and rows <= FEW_ROWS):
         # First narrow, then scaled: a product of two numbers of x's dtype, rounded once, and no wider copy.
@@ -71,6 +78,13 @@ def linear(
     y_RO = y_RO if scale_O1 is None else y_RO * scale_O1[:, 0]
     y_RO = y_RO if bias_O is None else y_RO + bias_O
     return y_RO.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def library_reads_int8(x: Tensor) -> bool:
+    """Whether to multiply few rows by int8 weights with the library's product for that, of CPUs: uncompiled,
+    and where the compiler's loop is slow. It reads 32 inputs at a time, be there as many or not."""
+    fits = x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.shape[-1] % 32 == 0
+    return fits and not (torch.compiler.is_compiling() and LOADS_BYTES)
 
 
 def one_row_product(x_I: Tensor, weight_OI: Tensor) -> Tensor:
@@ -87,13 +101,15 @@ def few_rows_product(x_RI: Tensor, weight_OI: Tensor) -> Tensor:
     Few rows are bound by reading the weights, which the compiler's own loop does up to twice as fast as the
     library's matrix product. The loop has up to four sums side by side: of as many rows, since weights that
     have been read serve them all, and with fewer rows of outputs that lie far apart, since a core reads
-    several streams faster than one. A second pass over the rows finds the weights in the innermost cache.
-    All that is about cores: elsewhere each output is summed once for all rows.
+    several streams faster than one. A second pass over the rows finds the weights in the innermost cache, is
+    bound by arithmetic, and has up to eight sums where each is one register (of weights of 16 bits it is
+    two). All that is about cores: elsewhere each output is summed once for all rows.
     """
     rows, outputs = x_RI.shape[0], weight_OI.shape[0]
     cores = x_RI.device.type == "cpu"
     passes = 2 if cores and rows > 4 and rows % 2 == 0 else 1
-    streams = max(1, 4 // rows) if cores else 1
+    together = 8 if passes > 1 and weight_OI.dtype.itemsize != 2 else 4
+    streams = max(1, together * passes // rows) if cores else 1
     streams = streams if outputs % streams == 0 else 1
     wide = statistics_dtype(x_RI.dtype)
     x_PQI = computed_first(x_RI.to(wide)).unflatten(0, (passes, -1))

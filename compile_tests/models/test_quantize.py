@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from compile_tests.models.reference import GrowingCache, assert_close, forward, random_tokens, tiny_checkpoint
 from inertiakv import Decoder, EvictionConfig
 from models import Transformer, load_checkpoint, load_model
-from models.layers import Embedding, Linear
+from models.layers import Embedding, Linear, linear
 from models.quantize import quantize_into
 
 pytest.importorskip("torchao")
@@ -101,6 +101,22 @@ def test_compiled_tokens_are_the_eager_ones(tmp_path: Path) -> None:
     assert actual.stats.graphs.breaks == actual.stats.graphs.recompiles == 0
     assert compiled.cache is not None
     assert compiled.cache.dtype == torch.float32
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("inputs", [96, 100])
+def test_few_rows_of_bfloat16(inputs: int, compiled: bool) -> None:
+    """Also with as many inputs as the library's product reads beyond the end of."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    weight_OI = torch.randint(-128, 128, (24, inputs), dtype=torch.int8, generator=generator)
+    scale_O1, bias_O = torch.rand(24, 1, generator=generator).bfloat16(), torch.ones(24).bfloat16()
+    for rows in (1, 2, 8):
+        x_RI = torch.randn(rows, inputs, generator=generator).bfloat16()
+        product = torch.compile(linear, fullgraph=True, dynamic=False) if compiled else linear
+        actual = product(x_RI, weight_OI, bias_O, scale_O1).double()
+        expected = x_RI.double() @ (weight_OI.double() * scale_O1.double()).T + bias_O
+        assert_close(actual, expected, 0.02)
 
 
 def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
