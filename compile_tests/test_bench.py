@@ -18,6 +18,7 @@ from inertiakv.graphs import Graphs
 from scripts.benchmarking import (
     KVPRESS_PACKAGES,
     breakdown,
+    first_step,
     measure,
     options,
     ours,
@@ -61,6 +62,7 @@ def both_batches() -> dict[str, Any]:
         written: list[dict[str, Any]] = []
         patch.setattr(bench.report, "text", lambda result: written.append(result) or "")
         patch.setattr(bench.machine, "measure_read", lambda device: 1e10)
+        patch.setattr(bench.machine, "measure_multiply", lambda device: 1e11)
         argv = [arg for arg in EAGER if arg not in ("--read-gb-per-s", "10")]
         assert bench.main([*argv, "--batch", "1,3", "--profile"]) == 0
     return written[0]
@@ -140,6 +142,28 @@ def test_profile_of_the_policy_that_scores_most(both_batches: dict[str, Any]) ->
     assert set(profile["ms"]) == parts
     assert all(ms >= 0 for ms in profile["ms"].values())
     assert "left out" in profile["method"]
+    weights, batch = 2 * LAYER + 64 + 512 * 64, by_name(both_batches, batch=3)["inertiakv"]
+    least = batch["profile"]["at_least_ms"]
+    assert least["reading"] == pytest.approx(1e3 * batch["bytes_per_step"] / 1e10, abs=1e-4)
+    heads = 4 * 16
+    flops = 3 * 2 * weights + 2 * 4 * heads * batch["kept_tokens"]
+    assert least["arithmetic"] == pytest.approx(1e3 * flops / 1e11, abs=1e-4)
+
+
+def test_profile_of_the_first_step(both_batches: dict[str, Any]) -> None:
+    profiles = [c["first_step_profile"] for c in both_batches["contenders"] if c.get("first_step_profile")]
+    assert len(profiles) == 2
+    for profile in profiles:
+        assert set(profile["ms"]) == {*first_step.GROUPS, "other_operators", "host"}
+        assert all(ms >= 0 for ms in profile["ms"].values())
+        assert profile["ms"]["matrix_products"] > 0
+        assert profile["ms"]["gathers_and_scatters"] > 0
+
+
+def test_operators_belong_to_a_part_of_the_first_step() -> None:
+    assert first_step.group("aten::bmm") == first_step.group("aten::_weight_int8pack_mm") == "matrix_products"
+    assert first_step.group("aten::index_select") == "gathers_and_scatters"
+    assert first_step.group("aten::exp") == "other_operators"
 
 
 def nodes_of_a_step(contender: ours.Ours) -> int:

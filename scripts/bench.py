@@ -40,7 +40,7 @@ from inertiakv.ranks import Ranks
 from models import Transformer, load_model
 from models.hub import find_folder
 from models.parallel import joined
-from scripts.benchmarking import breakdown, machine, report, results, scaling, traffic
+from scripts.benchmarking import breakdown, first_step, machine, report, results, scaling, traffic
 from scripts.benchmarking.compiling import compile_seconds
 from scripts.benchmarking.contender import Case, Contender
 from scripts.benchmarking.measure import Measured, begin, ratio, run_rounds, spread, warm_up_steps
@@ -259,7 +259,7 @@ def _rounded(milliseconds: float | None) -> float | None:
 
 
 def profile(measured: Sequence[Measured], entries: Sequence[dict[str, Any]]) -> None:
-    """Split a step of the policy that scores most often, and put that into its entry."""
+    """Split a step of the policy that scores most often, and its first step, and put that into its entry."""
     pairs = [(m.contender, e) for m, e in zip(measured, entries, strict=True)]
     ours = [(contender, e) for contender, e in pairs if isinstance(contender, Ours)]
     if not ours:
@@ -267,6 +267,9 @@ def profile(measured: Sequence[Measured], entries: Sequence[dict[str, Any]]) -> 
     contender, chosen = max(ours, key=lambda pair: (pair[0].eviction is not None, pair[0].refresh_share))
     say(f"{contender.name}: parts of a step ...")
     chosen["profile"] = breakdown.break_down(contender, PROFILE_ROUNDS, profile_steps(contender.period))
+    if chosen["first_step_ms"] is not None:
+        say(f"{contender.name}: parts of the first step ...")
+        chosen["first_step_profile"] = first_step.break_down(contender)
 
 
 def profile_steps(period: int) -> int:

@@ -102,16 +102,15 @@ def section(name: str, result: dict[str, Any]) -> str:
     for title, rows in report.cases(result):
         lines += [f"**{title}**", "", markdown_table(report.table_lines(rows)), ""]
     for contender in result["contenders"]:
-        if contender.get("profile"):
-            ms = {
-                part.replace("_", " "): f"{value:.2f}" for part, value in contender["profile"]["ms"].items()
-            }
+        for what, profile in report.profiles(contender):
+            ms = {part.replace("_", " "): f"{value:.2f}" for part, value in profile["ms"].items()}
             where = f"{contender['name']}, {contender['dtype']}, {contender['context']:,} tokens"
             lines += [
-                f"A step of {where}, batch {contender['batch']}, in ms ({contender['profile']['method']}):",
+                f"{what.capitalize()} of {where}, batch {contender['batch']}, in ms ({profile['method']}):",
                 "",
                 markdown_table(report.table_lines([ms])),
                 "",
+                *(f"{line.strip().capitalize()}.\n" for line in report.at_least(profile)),
             ]
     lines += [f"* {report.scaling_line(line)}" for line in result.get("scaling", ())]
     lines += [f"* Left out: {report.skipped_line(skipped)}" for skipped in result.get("skipped", ())]

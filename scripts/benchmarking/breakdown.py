@@ -29,6 +29,7 @@ from models.layers import MLP
 from models.moe import SparseMLP
 from models.transformer import Transformer
 
+from . import machine, traffic
 from .machine import synchronize
 from .ours import Ours
 
@@ -124,7 +125,18 @@ def break_down(contender: Ours, rounds: int, steps: int) -> dict[str, Any]:
     parts["rest"] = max(0.0, _typical(whole) - sum(parts.values()))
     parts["scoring"] = _typical(scoring)
     parts["host"] = _typical(times["decode"] - whole - scoring)
-    return {"method": METHOD, "ms": {part: round(value, 4) for part, value in parts.items()}}
+    ms = {part: round(value, 4) for part, value in parts.items()}
+    return {"method": METHOD, "ms": ms, "at_least_ms": at_least(contender)}
+
+
+def at_least(contender: Ours) -> dict[str, float]:
+    """Milliseconds that a step cannot do without: of reading, and on a CPU of arithmetic, which its loops do
+    in float32, at the speeds that are measured now."""
+    model, kept, device = contender.case.model, contender.cache().kept, contender.device
+    least = {"reading": traffic.step_bytes(model, kept) / machine.measure_read(device)}
+    if device.type == "cpu":
+        least["arithmetic"] = traffic.step_flops(model, kept) / machine.measure_multiply(device)
+    return {what: round(1000 * seconds, 4) for what, seconds in least.items()}
 
 
 def _typical(milliseconds: Tensor) -> float:

@@ -88,6 +88,13 @@ def measure_read(device: torch.device) -> float:
     return size / min(map(statistics.median, seconds))
 
 
+def measure_multiply(device: torch.device) -> float:
+    """Multiplications and additions a second of the library's product of float32 matrices."""
+    size = 1024
+    matrix = torch.full((size, size), 0.5, device=device)
+    return 2 * size**3 / min(_seconds(lambda x: x @ x, matrix) for _ in range(5 * REPEATS))
+
+
 def _seconds(read: Callable[[Tensor], Tensor], buffer: Tensor) -> float:
     if buffer.device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

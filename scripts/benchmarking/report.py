@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from evals.reporting.table import aligned
@@ -27,8 +27,8 @@ def text(result: dict[str, Any]) -> str:
     for title, rows in cases(result):
         lines += ["", title, *aligned(table_lines(rows))]
     for contender in result["contenders"]:
-        if contender.get("profile"):
-            lines += ["", *_profile(contender)]
+        for what, profile in profiles(contender):
+            lines += ["", *_profile(contender, what, profile)]
     lines += [""] * bool(result.get("scaling")) + [scaling_line(line) for line in result.get("scaling", ())]
     lines += [""] * bool(result["skipped"])
     lines += [f"left out: {skipped_line(skipped)}" for skipped in result["skipped"]]
@@ -126,13 +126,26 @@ def _milliseconds(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def _profile(contender: dict[str, Any]) -> list[str]:
-    ms = contender["profile"]["ms"]
+def profiles(contender: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What was profiled of a contender, and the profile."""
+    for what, key in (("a step", "profile"), ("the first step", "first_step_profile")):
+        if contender.get(key):
+            yield what, contender[key]
+
+
+def _profile(contender: dict[str, Any], what: str, profile: dict[str, Any]) -> list[str]:
+    ms = profile["ms"]
     total = sum(ms.values()) or 1.0
     where = f"{contender['name']}, {contender['context']:,} tokens, batch {contender['batch']}"
-    lines = [f"a step of {where}, {contender['dtype']}: {contender['profile']['method']}"]
+    lines = [f"{what} of {where}, {contender['dtype']}: {profile['method']}"]
     width = max(map(len, ms))
     for part, value in sorted(ms.items(), key=lambda item: -item[1]):
         bar = "#" * round(40 * value / total)
         lines.append(f"  {part.replace('_', ' '):{width}}  {value:8.3f} ms  {value / total:4.0%}  {bar}")
-    return lines
+    return lines + at_least(profile)
+
+
+def at_least(profile: dict[str, Any]) -> list[str]:
+    """A sentence on what no step can do without, where the profile says so."""
+    parts = [f"{what} {ms:.1f} ms" for what, ms in profile.get("at_least_ms", {}).items()]
+    return [f"  no step takes less than either of {', '.join(parts)}"] if parts else []

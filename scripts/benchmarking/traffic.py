@@ -1,10 +1,11 @@
-"""How many bytes a decode step has to read, by formula: what no implementation can do without."""
+"""What a decode step has to read, and to compute, by formula: what no implementation can do without."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor, nn
 
 from inertiakv.protocol import Sizes
 from models import ModelConfig, Transformer
@@ -17,14 +18,7 @@ def weight_bytes(model: Transformer, batch: int) -> int:
     All of them but an embedding table that is not the vocabulary head as well, of which a step looks up one
     line a row; and of a layer's experts as many as rows that choose theirs at random do in all.
     """
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    if not model.config.tie_embeddings:
-        total -= _bytes(model.embed_tokens)
-    moe = model.config.moe
-    if moe is not None:
-        idle = (1 - moe.top_k / moe.num_experts) ** batch  # the share of experts that no row has chosen
-        total -= round(idle * sum(_bytes(m) for m in model.modules() if isinstance(m, Experts)))
-    return total
+    return _weights(model, batch, lambda parameter: parameter.numel() * parameter.element_size())
 
 
 def kv_bytes(config: ModelConfig | Sizes, kept: Sequence[int], dtype: torch.dtype) -> int:
@@ -45,5 +39,25 @@ def row_bytes(model: Transformer, kept: int) -> int:
     return token * sum(kept if window is None else min(kept, window) for window in config.windows)
 
 
-def _bytes(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+def step_flops(model: Transformer, kept: Sequence[int]) -> int:
+    """Multiplications and additions of a step of rows with `kept` tokens: with the weights that a token
+    needs, and of attention."""
+    config, weights = model.config, _weights(model, 1, Tensor.numel)
+    seen = sum(n if window is None else min(n, window) for n in kept for window in config.windows)
+    return 2 * len(kept) * weights + 4 * config.num_heads * config.head_dim * seen
+
+
+def _weights(model: Transformer, batch: int, size: Callable[[Tensor], int]) -> int:
+    """The sizes of the weights that a step of `batch` rows needs."""
+
+    def of(module: nn.Module) -> int:
+        return sum(map(size, module.parameters()))
+
+    total = of(model)
+    if not model.config.tie_embeddings:
+        total -= of(model.embed_tokens)
+    moe = model.config.moe
+    if moe is not None:
+        idle = (1 - moe.top_k / moe.num_experts) ** batch  # the share of experts that no row has chosen
+        total -= round(idle * sum(of(m) for m in model.modules() if isinstance(m, Experts)))
+    return total
