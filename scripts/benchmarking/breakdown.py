@@ -130,8 +130,8 @@ def break_down(contender: Ours, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def at_least(contender: Ours) -> dict[str, float]:
-    """Milliseconds that a step cannot do without: of reading, and on a CPU of arithmetic, which its loops do
-    in float32, at the speeds that are measured now."""
+    """Milliseconds of the reading that a step cannot do without, and on a CPU of its arithmetic, which is in
+    float32 there: at the speeds of the library, measured now."""
     model, kept, device = contender.case.model, contender.cache().kept, contender.device
     least = {"reading": traffic.step_bytes(model, kept) / machine.measure_read(device)}
     if device.type == "cpu":

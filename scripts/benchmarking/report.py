@@ -146,6 +146,6 @@ def _profile(contender: dict[str, Any], what: str, profile: dict[str, Any]) -> l
 
 
 def at_least(profile: dict[str, Any]) -> list[str]:
-    """A sentence on what no step can do without, where the profile says so."""
+    """A sentence on what parts of a step would take alone, where the profile says so."""
     parts = [f"{what} {ms:.1f} ms" for what, ms in profile.get("at_least_ms", {}).items()]
-    return [f"  no step takes less than either of {', '.join(parts)}"] if parts else []
+    return [f"  alone, as fast as the library does them: {', '.join(parts)}"] if parts else []
