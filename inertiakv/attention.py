@@ -331,9 +331,10 @@ def _logits(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) ->
     accurate = torch.promote_types(q_BHD.dtype, torch.float32)
     q_BGRD = rearrange(q_BHD, "b (g r) d -> b g r d", g=k_BGND.shape[1]).to(accurate)
     if _fuses(k_BGND):
-        # Queries in float32 and a mask of floats, made once: the loops would make them anew for every slot
-        # and every head, which takes them longer than the products.
-        q_BGRD, visible_BXN = computed_first(q_BGRD), computed_first(visible_BXN.to(accurate)) > 0
+        if k_BGND.device.type == "cpu":
+            # Queries in float32 and a mask of floats, made once: the loops would make them anew for every
+            # slot and every head, which takes them longer than the products.
+            q_BGRD, visible_BXN = computed_first(q_BGRD), computed_first(visible_BXN.to(accurate)) > 0
         k_BGCMD = k_BGND.unflatten(2, (SPLITS, -1)).to(accurate)
         logits_BGRCM = torch.stack(
             [(q_BGD[:, :, None, None] * k_BGCMD).sum(-1) for q_BGD in q_BGRD.unbind(2)], dim=2
