@@ -160,6 +160,15 @@ def test_profile_of_the_first_step(both_batches: dict[str, Any]) -> None:
         assert profile["ms"]["gathers_and_scatters"] > 0
 
 
+def test_profile_of_a_rule_whose_steps_do_not_score() -> None:
+    """Not even could, by what it scores the prompt with."""
+    contender = ours.Ours("kvzip", policy("kvzip", budget=20), case())
+    contender.start()
+    profile = breakdown.break_down(contender, 1, 1)
+    assert profile["ms"]["scoring"] == 0
+    assert sum(first_step.break_down(contender)["ms"].values()) > 0
+
+
 def test_operators_belong_to_a_part_of_the_first_step() -> None:
     assert first_step.group("aten::bmm") == first_step.group("aten::_weight_int8pack_mm") == "matrix_products"
     assert first_step.group("aten::index_select") == "gathers_and_scatters"

@@ -62,8 +62,8 @@ def linear(
 ) -> Tensor:
     """x [..., I] -> [..., O] in x's dtype. With a scale the weights are quantised: `weight_OI * scale_O1`."""
     rows = x.numel() // x.shape[-1]
-    if scale_O1 is not None and rows <= FEW_ROWS and library_reads_int8(x):
-        y_RO = torch._weight_int8pack_mm(x.reshape(rows, -1), weight_OI, scale_O1[:, 0])
+    if scale_O1 is not None and 0 < rows <= FEW_ROWS and library_reads_int8(x):
+        y_RO = int8_product(x.reshape(rows, -1), weight_OI, scale_O1)
         return (y_RO if bias_O is None else y_RO + bias_O).reshape(*x.shape[:-1], -1)
     # Other products of a library do not take quantised weights as they are: the compiler's loop does.
     own_loop = x.device.type == "cpu" or scale_O1 is not None
@@ -85,6 +85,15 @@ def library_reads_int8(x: Tensor) -> bool:
     and where the compiler's loop is slow. It reads 32 inputs at a time, be there as many or not."""
     fits = x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.shape[-1] % 32 == 0
     return fits and not (torch.compiler.is_compiling() and LOADS_BYTES)
+
+
+def int8_product(x_RI: Tensor, weight_OI: Tensor, scale_O1: Tensor) -> Tensor:
+    """weight_OI times x_RI, [R, O], by the library, which checks neither strides of scales nor where x
+    begins: it takes the process down where that is not at a whole vector."""
+    x_RI = x_RI.contiguous()
+    if not torch.compiler.is_compiling() and x_RI.data_ptr() % 64:
+        x_RI = x_RI.clone()
+    return torch._weight_int8pack_mm(x_RI, weight_OI, scale_O1[:, 0].contiguous())
 
 
 def one_row_product(x_I: Tensor, weight_OI: Tensor) -> Tensor:

@@ -119,6 +119,28 @@ def test_few_rows_of_bfloat16(inputs: int, compiled: bool) -> None:
         assert_close(actual, expected, 0.02)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda x_RI, scale_O1: (x_RI.flatten()[1:65].view(1, 64), scale_O1),
+        lambda x_RI, scale_O1: (x_RI[:, 32:96], scale_O1),
+        lambda x_RI, scale_O1: (x_RI[:, ::2], scale_O1),
+        lambda x_RI, scale_O1: (x_RI[:, :64], scale_O1.expand(-1, 2).contiguous()[:, :1]),
+        lambda x_RI, scale_O1: (x_RI[:0, :64], scale_O1),
+    ],
+    ids=["unaligned", "part", "strided", "strided_scale", "no_rows"],
+)
+def test_few_rows_lie_in_memory_in_any_way(changed: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_RI, weight_OI = torch.randn(2, 128, generator=generator), torch.randint(-128, 128, (24, 64))
+    x_RI, scale_O1 = changed(x_RI.bfloat16(), torch.rand(24, 1, generator=generator).bfloat16())
+    actual = linear(x_RI, weight_OI.to(torch.int8), None, scale_O1)
+    expected = x_RI.double() @ (weight_OI.double() * scale_O1.double()).T
+    assert actual.shape == expected.shape
+    if len(x_RI):
+        assert_close(actual.double(), expected, 0.02)
+
+
 def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="quantize 'int3' is not supported; supported: None, int8"):
         load_model("no/such-model", quantize="int3")

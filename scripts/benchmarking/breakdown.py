@@ -100,7 +100,7 @@ def break_down(contender: Ours, rounds: int, steps: int) -> dict[str, Any]:
     """Milliseconds of the parts of a contender's average step, all measured in turns, `steps` at a time (a
     multiple of its period). The contender is under way, and spoilt by this for anything else."""
     variants = {"whole": (False, None), "refresh": (True, None)}
-    if contender.eviction is None:
+    if not contender.refresh_share:
         del variants["refresh"]
     variants |= {part: (False, part) for part in PARTS}
 
