@@ -164,7 +164,7 @@ def test_profile_of_a_rule_whose_steps_do_not_score() -> None:
     """Not even could, by what it scores the prompt with."""
     contender = ours.Ours("kvzip", policy("kvzip", budget=20), case())
     contender.start()
-    profile = breakdown.break_down(contender, 1, 1)
+    profile = breakdown.break_down(contender, 1, 1, print)
     assert profile["ms"]["scoring"] == 0
     assert sum(first_step.break_down(contender)["ms"].values()) > 0
 

@@ -225,5 +225,10 @@ def test_the_table_of_speeds_is_the_measured_one() -> None:
             f"{low['cache_bytes'] / 1e6:.1f} MB",
         ]
         assert rest == expected
+    prefill = [
+        f"{measured['full', dtype]['first_token_ms'] / 1000:.0f} s in {dtype}"
+        for dtype in ("bfloat16", "float32")
+    ]
+    assert all(seconds in README for seconds in prefill)
     compiled = results["compile_seconds"]
     assert f"{compiled['cold']:.0f} s to compile, and {compiled['warm']:.0f} s with" in README

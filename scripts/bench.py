@@ -265,8 +265,8 @@ def profile(measured: Sequence[Measured], entries: Sequence[dict[str, Any]]) -> 
     if not ours:
         return
     contender, chosen = max(ours, key=lambda pair: (pair[0].eviction is not None, pair[0].refresh_share))
-    say(f"{contender.name}: parts of a step ...")
-    chosen["profile"] = breakdown.break_down(contender, PROFILE_ROUNDS, profile_steps(contender.period))
+    steps = profile_steps(contender.period)
+    chosen["profile"] = breakdown.break_down(contender, PROFILE_ROUNDS, steps, say)
     if chosen["first_step_ms"] is not None:
         say(f"{contender.name}: parts of the first step ...")
         chosen["first_step_profile"] = first_step.break_down(contender)

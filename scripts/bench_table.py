@@ -34,6 +34,9 @@ writes. Change neither by hand.
   each of which both were measured within seconds: not the ratio of the medians beside it.
 * **of the limit**: the least time that reading takes (weights once, kept K and V once, at the bandwidth that
   was measured between the contenders' turns) as a part of the time taken; 1.00 cannot be beaten.
+* **a step of, the first step of**: profiles, measured after the table above them, so that their parts do not
+  add up to its times. *Alone* is what reading, and on a CPU arithmetic in float32, take at the speeds that
+  the library had just then.
 * **of batch 1**: token/s as a multiple of those of the same contender at batch 1.
 * **kept**: tokens in the cache, of all rows together; **cache MB**: K and V as allocated.
 * **first token**: prefill included, and **peak MB** how far memory rose meanwhile. Prefill is the same for

@@ -96,7 +96,7 @@ def steps_needed(rounds: int, steps: int) -> int:
 
 
 @torch.no_grad()
-def break_down(contender: Ours, rounds: int, steps: int) -> dict[str, Any]:
+def break_down(contender: Ours, rounds: int, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Milliseconds of the parts of a contender's average step, all measured in turns, `steps` at a time (a
     multiple of its period). The contender is under way, and spoilt by this for anything else."""
     variants = {"whole": (False, None), "refresh": (True, None)}
@@ -105,7 +105,8 @@ def break_down(contender: Ours, rounds: int, steps: int) -> dict[str, Any]:
     variants |= {part: (False, part) for part in PARTS}
 
     graphs = Graphs(contender.decoder.graphs.enabled, contender.device)
-    for name, (refresh, part) in variants.items():
+    for number, (name, (refresh, part)) in enumerate(variants.items(), start=1):
+        say(f"{contender.name}: parts of a step, {number} of {len(variants)}: {name.replace('_', ' ')} ...")
         with changed(part):
             _run(contender, graphs, name, refresh, WARM_UP)
     rows: list[list[float]] = []

@@ -217,7 +217,11 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     add("--blocks", metavar="N", type=_positive, default=12, help="blocks of each contender (default: 12)")
     add("--skip-prefill", action="store_true", help="fill the prompt's cache with random K and V")
     add("--compile-times", action="store_true", help="also compile in new processes, cold and warm")
-    add("--profile", action="store_true", help="also say where a step's time goes")
+    add(
+        "--profile",
+        action="store_true",
+        help="also say where a step's time goes: compiles it several times anew, which takes minutes",
+    )
     add("--read-gb-per-s", metavar="X", type=_rate, help="take this bandwidth, do not measure it")
 
     add = parser.add_argument_group("where the results go").add_argument
