@@ -128,7 +128,7 @@ def table(rows: Sequence[Measured]) -> list[list[str]]:
 def _line(row: Measured) -> list[str]:
     predicted = "-" if row.predicted is None else f"{row.predicted:.2f}"
     errors = [error(row.predicted, row.ms), error(row.held_out, row.ms)]
-    shown = ["-" if value is None else f"{value:+.1%}" for value in errors]
+    shown = ["-" if value is None else f"{value:+z.1%}" for value in errors]
     where = [row.name, row.file, row.dtype, f"{row.context:,}", str(row.batch)]
     return [*where, f"{row.ms:.2f}", predicted, *shown]
 
