@@ -23,7 +23,6 @@ FEW_ROWS = 8
 """Up to so many rows a compiled linear layer on a CPU is a loop of the compiler's own."""
 SIDES = 16
 """Parts of its outputs that an uncompiled linear layer for one row computes side by side on a CPU."""
-
 LOADS_BYTES = torch.backends.cpu.get_cpu_capability() == "AVX512"
 """Whether the compiler's loops load int8 as it is, and not by way of the stack, which takes eight times as
 long as to compute with it."""

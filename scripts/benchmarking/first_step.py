@@ -27,7 +27,7 @@ METHOD = (
     "operator's own time as a share; host: what remains"
 )
 GROUPS = {
-    "matrix_products": ("mm", "addmm", "bmm", "baddbmm", "mv", "linear", "int8pack_mm"),
+    "matrix_products": ("mm", "addmm", "bmm", "baddbmm", "mv", "linear", "_weight_int8pack_mm"),
     "conversions_and_copies": ("copy_", "cat"),
     "gathers_and_scatters": ("gather", "index", "index_select", "scatter_", "_index_put_impl_"),
     "sorting": ("sort", "topk"),
@@ -64,10 +64,7 @@ def break_down(contender: Ours) -> dict[str, Any]:
 def group(operator: str) -> str:
     """The part of a step that an operator belongs to."""
     name = operator.rsplit("::", 1)[-1]
-    found = (
-        part for part, names in GROUPS.items() if name in names or name.removeprefix("_weight_") in names
-    )
-    return next(found, "other_operators")
+    return next((part for part, names in GROUPS.items() if name in names), "other_operators")
 
 
 @contextlib.contextmanager

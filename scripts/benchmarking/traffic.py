@@ -18,7 +18,7 @@ def weight_bytes(model: Transformer, batch: int) -> int:
     All of them but an embedding table that is not the vocabulary head as well, of which a step looks up one
     line a row; and of a layer's experts as many as rows that choose theirs at random do in all.
     """
-    return _weights(model, batch, lambda parameter: parameter.numel() * parameter.element_size())
+    return _weights(model, batch, lambda parameter: parameter.nbytes)
 
 
 def kv_bytes(config: ModelConfig | Sizes, kept: Sequence[int], dtype: torch.dtype) -> int:
@@ -36,15 +36,24 @@ def row_bytes(model: Transformer, kept: int) -> int:
     """K and V that a row with `kept` tokens has to read, where a layer slides those of its window alone."""
     config = model.config
     token = 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
-    return token * sum(kept if window is None else min(kept, window) for window in config.windows)
+    return token * _seen(config, kept)
 
 
 def step_flops(model: Transformer, kept: Sequence[int]) -> int:
     """Multiplications and additions of a step of rows with `kept` tokens: with the weights that a token
     needs, and of attention."""
-    config, weights = model.config, _weights(model, 1, Tensor.numel)
-    seen = sum(n if window is None else min(n, window) for n in kept for window in config.windows)
-    return 2 * len(kept) * weights + 4 * config.num_heads * config.head_dim * seen
+    config, seen = model.config, sum(_seen(model.config, n) for n in kept)
+    return 2 * len(kept) * active_weights(model) + 4 * config.num_heads * config.head_dim * seen
+
+
+def active_weights(model: Transformer) -> int:
+    """How many weights a token needs."""
+    return _weights(model, 1, Tensor.numel)
+
+
+def _seen(config: ModelConfig, kept: int) -> int:
+    """Tokens that a query of a row with `kept` of them attends to, of all layers together."""
+    return sum(kept if window is None else min(kept, window) for window in config.windows)
 
 
 def _weights(model: Transformer, batch: int, size: Callable[[Tensor], int]) -> int:

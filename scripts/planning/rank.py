@@ -38,7 +38,7 @@ def rank_of(config: ModelConfig, dtype: torch.dtype, quantize: str | None, ranks
     with torch.device("meta"):
         model = Transformer(config, Ranks(size=ranks)).to(dtype)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        active = traffic.weight_bytes(model, 1) // dtype.itemsize
+        active = traffic.active_weights(model)
         if quantize is not None:
             make_room(model)
     return Rank(model, ranks, parameters, active)
