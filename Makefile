@@ -12,7 +12,7 @@ REPRODUCE_ARGS ?=
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==/&/p' constraints.txt)
-TYPED := inertiakv models evals
+TYPED := inertiakv
 
 OLDEST := .oldest
 OLDEST_VERSION := $(shell sed -n 's/^transformers==//p' oldest.txt)

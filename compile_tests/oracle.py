@@ -32,7 +32,7 @@ from compile_tests.oracle_rules import (
     pooled,
     rescued,
 )
-from models import Transformer
+from inertiakv.models import Transformer
 
 Arbiter = Callable[[Key], set[int]]
 """What another implementation keeps of a set: its word holds where rounding alone decides."""

@@ -24,9 +24,9 @@ from compile_tests.tiny import (
     tiny_model,
 )
 from inertiakv import POLICIES, Decoder, EvictionConfig, policy
-from inertiakv.allocation import SAFEGUARD, Ranked, joint
-from inertiakv.cache import bucket
-from inertiakv.eviction import Limits, protected
+from inertiakv.cache.slot_cache import bucket
+from inertiakv.eviction.allocation import SAFEGUARD, Ranked, joint
+from inertiakv.eviction.protection import Limits, protected
 
 MODEL = tiny_model(7, layers=3)
 LAYERS, KV_HEADS, HEAD_DIM, FLOAT64 = 3, 2, 8, 8

@@ -18,15 +18,15 @@ import transformers
 from torch import Tensor
 
 import inertiakv
-import models
+import inertiakv.models as models
 from compile_tests.tiny_chat import tiny_chat
-from evals.rules import choose_rules
 from inertiakv import POLICIES, Decoder
-from models import load_model
-from scripts import decode, plan, trace, train_scorer
-from scripts import eval as evaluation
-from scripts import report as reporting
-from scripts.cli import options
+from inertiakv.evals.rules import choose_rules
+from inertiakv.models import load_model
+from inertiakv.scripts import decode, plan, trace, train_scorer
+from inertiakv.scripts import eval as evaluation
+from inertiakv.scripts import report as reporting
+from inertiakv.scripts.cli import options
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from inertiakv import Decoder, EvictionConfig
-from inertiakv.cache import SlotCache
-from models import ModelConfig, Transformer, parse_config
+from inertiakv.cache.slot_cache import SlotCache
+from inertiakv.models import ModelConfig, Transformer, parse_config
 
 VOCAB = 61
 
@@ -107,8 +107,8 @@ def set_states(cache: SlotCache, row: int = 0) -> list[RowState]:
     """All retention sets of a row."""
     every_layer, every_head = list(range(cache.shape.layers)), list(range(cache.shape.kv_heads))
     states = []
-    for index, table in enumerate(cache.tables):
-        layers = every_layer if len(cache.tables) == 1 and cache.shape.scope == "shared" else [index]
+    for index, table in enumerate(cache.retention):
+        layers = every_layer if len(cache.retention) == 1 and cache.shape.scope == "shared" else [index]
         sets = table.position_BXN.shape[1]
         for x in range(sets):
             heads = every_head if cache.shape.scope != "head" else [x]
@@ -168,7 +168,7 @@ def spoil_unused_slots(decoder: Decoder) -> None:
     cache = decoder.cache
     assert cache is not None
     for index, layer in enumerate(cache.layers):
-        table = cache.tables[cache.table_index(index)]
+        table = cache.sets_of(index)
         unused_BGN = (table.position_BXN < 0).expand(-1, layer.k_BGND.shape[1], -1)
         layer.k_BGND[unused_BGN] = torch.nan
         layer.v_BGND[unused_BGN] = 1e30

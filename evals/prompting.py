@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from models.encoding import chat_text, encode_text
+from inertiakv.models.encoding import chat_text, encode_text
 
 Template = Literal["chat", "none"]
 

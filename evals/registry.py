@@ -71,11 +71,11 @@ def _ruler(setting: Setting) -> dict[str, Any]:
 
 
 BENCHMARKS = {
-    "ruler": Benchmark("evals.ruler", ("lengths", "essays", "data"), _ruler),
-    "longbench": Benchmark("evals.longbench", ("data",), _of_data),
-    "longbench-v2": Benchmark("evals.longbench_v2", ("data",), _of_data),
-    "niah": Benchmark("evals.needle", ("lengths", "essays"), _niah),
-    "chains": Benchmark("evals.chains", ("lengths",), _of_seed),
+    "ruler": Benchmark("inertiakv.evals.ruler", ("lengths", "essays", "data"), _ruler),
+    "longbench": Benchmark("inertiakv.evals.longbench", ("data",), _of_data),
+    "longbench-v2": Benchmark("inertiakv.evals.longbench_v2", ("data",), _of_data),
+    "niah": Benchmark("inertiakv.evals.needle", ("lengths", "essays"), _niah),
+    "chains": Benchmark("inertiakv.evals.chains", ("lengths",), _of_seed),
 }
 
 

@@ -9,10 +9,10 @@ from itertools import groupby
 from typing import Any
 
 from inertiakv import Decoder, Generation
-from inertiakv.budgets import Budgets
-from inertiakv.prompts import check_positions
-from models import Transformer
-from models.encoding import decode_answer
+from inertiakv.cache.budgets import Budgets
+from inertiakv.models import Transformer
+from inertiakv.models.encoding import decode_answer
+from inertiakv.requests.prompts import check_positions
 
 from .prompting import Prompting, prompt_hash
 from .records import Record, Seconds
@@ -220,7 +220,7 @@ class Evaluation:
             bos_count=self.prompting.count_bos(question.ids),
             budget=stats.budgets[row],
             kept_tokens=stats.kept_tokens[row],
-            cache_bytes=self.model.ranks.size * stats.cache_bytes // stats.batch,
+            cache_bytes=self.model.tp.size * stats.cache_bytes // stats.batch,
             prediction=prediction,
             references=list(sample.references),
             score=task.score(prediction, sample) if prediction.strip() else 0.0,

@@ -3,9 +3,9 @@
 from .config import EvictionConfig
 from .decoder import Decoder
 from .policies import POLICIES, policy
-from .results import Generation, Stats
-from .sampling import Sampling
-from .text import StopStrings, TextStream
+from .requests.results import Generation, Stats
+from .requests.sampling import Sampling
+from .requests.text import StopStrings, TextStream
 
 __all__ = [
     "POLICIES",

@@ -9,24 +9,23 @@ from pathlib import Path
 
 import torch
 
-from . import saved
-from .aggregation import Aggregation
-from .answer import Answer, Stop
-from .budgets import Budgets
-from .cache import SlotCache, bucket
+from .cache.budgets import Budgets
+from .cache.slot_cache import SlotCache, bucket
+from .compiling.graphs import Graphs
 from .config import EvictionConfig
-from .conversation import Conversation
-from .engine import Engine
-from .experimental import AdaptiveAlpha
-from .graphs import Graphs
-from .prefill import Progress
-from .prompts import Prompts, check_positions, count_rows, is_single, to_rows
-from .protocol import LanguageModel
-from .recording import Recording
-from .results import Generation, Stats
-from .rows import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, Rows
-from .sampling import Sampling
-from .steps import Method
+from .decoding import saving
+from .decoding.batch import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, BatchState
+from .decoding.conversation import Conversation
+from .decoding.loop import GenerationLoop, Stop
+from .decoding.prefill import Progress
+from .decoding.recording import Recording
+from .decoding.runtime import Runtime
+from .decoding.steps import Method
+from .model import LanguageModel
+from .requests.prompts import Prompts, check_positions, count_rows, is_single, to_rows
+from .requests.results import Generation, Stats
+from .requests.sampling import Sampling
+from .scoring.aggregation import Aggregation
 
 _GREEDY = Sampling()
 
@@ -70,7 +69,7 @@ class Decoder:
         check_ranks: bool = False,
     ) -> None:
         self.model = model
-        self._engine = Engine(
+        self._engine = Runtime(
             model,
             eviction,
             compile=compile,
@@ -83,7 +82,7 @@ class Decoder:
             check_ranks=check_ranks,
         )
         self._conversation: Conversation | None = None
-        self._latest: Answer | None = None  # which alone may go on
+        self._latest: GenerationLoop | None = None  # which alone may go on
 
     def use(self, eviction: EvictionConfig | None) -> None:
         """Go by another rule from the next conversation on; the one there is is forgotten.
@@ -121,7 +120,7 @@ class Decoder:
         return None if self._conversation is None else self._conversation.cache
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> BatchState:
         return self._current().rows
 
     def generate(
@@ -240,14 +239,14 @@ class Decoder:
     def save(self, path: str | Path) -> None:
         """Write the conversation to a safetensors file, from which `load` goes on exactly. Raises ValueError
         for a model on several ranks, none of which has all of it."""
-        saved.save(self._current(), path)
+        saving.save(self._current(), path)
 
     def load(self, path: str | Path) -> None:
         """Take over a conversation that `save` wrote. Raises ValueError where it is another model's or
         rule's."""
-        state, tensors = saved.read(self._engine, path)
+        state, tensors = saving.read(self._engine, path)
         self._forget()
-        self._conversation = saved.restore(self._engine, state, tensors)
+        self._conversation = saving.restore(self._engine, state, tensors)
 
     def _begin(self, lengths: list[int], max_new_tokens: int) -> Conversation:
         """Start a conversation with room for prompts of these lengths, once nothing speaks against it."""
@@ -256,8 +255,6 @@ class Decoder:
         drafted = self._engine.drafted if budgets.overfull else 0
         # A draft follows the answer's first token.
         check_positions(lengths, max_new_tokens, config.max_positions, drafted + 1 if drafted else 0)
-        if isinstance(self.eviction, AdaptiveAlpha) and len(lengths) > 1:
-            raise ValueError(f"an adaptive alpha is one row's: {len(lengths)} prompts cannot share it")
         slots, longest = budgets.decode_slots(max(max_new_tokens, drafted)), max(lengths)
         buffers.check_place(self.model)
         prompt_slots = bucket(longest + drafted + 1) if budgets.overfull else 0
@@ -279,7 +276,7 @@ class Decoder:
         self._engine.buffers.check_place(self.model)
         eos = self._check_options(self.stats.batch, max_new_tokens, sampling, eos_token_ids)
         check_positions(self.rows.position_B.tolist(), max_new_tokens, self.model.config.max_positions)
-        self._latest = answer = Answer(conversation, max_new_tokens, sampling, eos, stop, read_every)
+        self._latest = answer = GenerationLoop(conversation, max_new_tokens, sampling, eos, stop, read_every)
         steps = answer.tokens()
         try:
             while True:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inertiakv.memory import peak_bytes
-from inertiakv.ranks import ALONE, Ranks
+from inertiakv.cache.memory import peak_bytes
+from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 
 from .config import parse_dtype
 from .moe import Experts
@@ -51,7 +51,7 @@ def load_checkpoint(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     quantize: str | None = None,
-    ranks: Ranks = ALONE,
+    tp: TensorParallel = SINGLE_PROCESS,
 ) -> Transformer:
     """The model in `folder`, straight onto `device` in `dtype`; "auto" is the dtype that the checkpoint has.
     With `quantize="int8"` the matrices of its linear layers are quantised one by one as they are read. With
@@ -69,18 +69,18 @@ def load_checkpoint(
         _read_json(folder / "config.json"), _read_json(generation) if generation.exists() else {}
     )
     with torch.device("meta"):
-        model, whole = Transformer(config, ranks), Transformer(config)
+        model, whole = Transformer(config, tp), Transformer(config)
 
     stored = _find_tensors(folder)
     shapes = {name: tuple(view.shape) for name, view in checkpoint_views(whole)}
-    _check(folder, stored, shapes, config.tie_embeddings, ranks)
+    _check(folder, stored, shapes, config.tie_embeddings, tp)
     wanted = config.stored_dtype if dtype == "auto" else parse_dtype(dtype)
     wanted = wanted or parse_dtype(_STORED_DTYPES[stored["model.embed_tokens.weight"].dtype])
     model.to(wanted)
     if quantize is not None:
         make_room(model)
     model.to_empty(device=torch.device(device))
-    num_bytes = _fill(dict(checkpoint_views(model)), stored, ranks)
+    num_bytes = _fill(dict(checkpoint_views(model)), stored, tp)
     model.loaded = Loaded(num_bytes, time.perf_counter() - start, peak_bytes())
     return model
 
@@ -175,7 +175,11 @@ def _nothing_to_load(folder: Path) -> str:
 
 
 def _check(
-    folder: Path, stored: dict[str, Stored], shapes: Mapping[str, tuple[int, ...]], tied: bool, ranks: Ranks
+    folder: Path,
+    stored: dict[str, Stored],
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: bool,
+    tp: TensorParallel,
 ) -> None:
     """Leaves in `stored` exactly the tensors of `shapes`, or raises ValueError. Of a head that is stored
     though the config ties it a rank looks at its own rows alone."""
@@ -197,24 +201,24 @@ def _check(
             )
         if entry.dtype not in _STORED_DTYPES:
             raise ValueError(f"{where} has dtype {entry.dtype}; supported: {', '.join(_STORED_DTYPES)}")
-    if head is not None and not _same_rows(head, stored["model.embed_tokens.weight"], ranks):
+    if head is not None and not _same_rows(head, stored["model.embed_tokens.weight"], tp):
         raise ValueError(
             f"tensor lm_head.weight in {head.file} differs from the embedding, to which the config ties "
             "it; set tie_word_embeddings to false in config.json to use it"
         )
 
 
-def _same_rows(head: Stored, embedding: Stored, ranks: Ranks) -> bool:
+def _same_rows(head: Stored, embedding: Stored, tp: TensorParallel) -> bool:
     """Whether they agree in what the rank has of them."""
     if head.shape != embedding.shape:
         return False
     entries = {"lm_head.weight": head, "model.embed_tokens.weight": embedding}
-    own = (head.shape[0] // ranks.size, *head.shape[1:])
-    return torch.equal(*(rows for _, rows in _read(entries, dict.fromkeys(entries, own), ranks)))
+    own = (head.shape[0] // tp.size, *head.shape[1:])
+    return torch.equal(*(rows for _, rows in _read(entries, dict.fromkeys(entries, own), tp)))
 
 
 def _read(
-    stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], ranks: Ranks
+    stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], tp: TensorParallel
 ) -> Iterator[tuple[str, Tensor]]:
     """A rank's part, of the shape given, of each tensor, file by file. No more of the files is read."""
     from safetensors import safe_open
@@ -225,22 +229,22 @@ def _read(
     for file, names in by_file.items():
         with safe_open(file, framework="pt", device="cpu") as tensors:
             for name in names:
-                yield name, tensors.get_slice(name)[part(stored[name].shape, shapes[name], ranks)]
+                yield name, tensors.get_slice(name)[part(stored[name].shape, shapes[name], tp)]
 
 
 @torch.no_grad()
-def _fill(views: dict[str, Tensor], stored: Mapping[str, Stored], ranks: Ranks) -> int:
+def _fill(views: dict[str, Tensor], stored: Mapping[str, Stored], tp: TensorParallel) -> int:
     """Fill a rank's model from its files; the number of bytes read."""
     shapes = {name: tuple(view.shape) for name, view in views.items()}
     num_bytes = 0
     with _Progress(sum(entry.num_bytes for entry in stored.values())) as progress:
-        for name, own in _read(stored, shapes, ranks):
+        for name, own in _read(stored, shapes, tp):
             scale = views.pop(name.removesuffix("weight") + "scale", None)
             if scale is None:
                 views.pop(name).copy_(own)
             else:
                 split = own.shape[1] < stored[name].shape[1]
-                quantize_into(own, views.pop(name), scale, ranks if split else ALONE)
+                quantize_into(own, views.pop(name), scale, tp if split else SINGLE_PROCESS)
             progress.update(stored[name].num_bytes)
             num_bytes += own.nbytes
     assert not views, f"not filled: {sorted(views)}"

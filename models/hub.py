@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from inertiakv.ranks import ALONE, Ranks
+from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 
 from .checkpoint import INDEX, SINGLE, load_checkpoint
 from .convert import convert_gguf
@@ -55,7 +55,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     quantize: str | None = None,
-    ranks: Ranks = ALONE,
+    tp: TensorParallel = SINGLE_PROCESS,
 ) -> "tuple[Transformer, PreTrainedTokenizerBase]":
     """A model and its tokenizer. `model.source` says where they came from, and so does a line on stderr.
 
@@ -73,11 +73,11 @@ def load_model(
     check_quantize(quantize)
     folder, source = find_folder(name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_checkpoint(folder, dtype, device, quantize, ranks)
+    model = load_checkpoint(folder, dtype, device, quantize, tp)
     model.source = source
-    if ranks.rank == 0:
+    if tp.rank == 0:
         say(f"{name}: from {source}")
-    if ranks.size > 1:
+    if tp.size > 1:
         _report_ranks(model)
 
     from transformers import AutoTokenizer
@@ -155,14 +155,14 @@ def say(text: str) -> None:
 
 def _report_ranks(model: Transformer) -> None:
     """Tell what loading took, each rank of the processes that have loaded the model together."""
-    ranks, loaded = model.ranks, model.loaded
+    tp, loaded = model.tp, model.loaded
     on_gpu = torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else 0
     own = [loaded.num_bytes, loaded.seconds, loaded.peak_bytes, on_gpu]
-    of_ranks = ranks.gather(torch.tensor(own, dtype=torch.float64, device=model.device)).view(-1, len(own))
-    if ranks.rank > 0:
+    of_ranks = tp.gather(torch.tensor(own, dtype=torch.float64, device=model.device)).view(-1, len(own))
+    if tp.rank > 0:
         return
-    if ranks.kv_copies > 1:
-        say(f"each KV head is held by {ranks.kv_copies} ranks: there are fewer heads than ranks")
+    if tp.kv_copies > 1:
+        say(f"each KV head is held by {tp.kv_copies} ranks: there are fewer heads than ranks")
     for rank, (num_bytes, seconds, host, gpu) in enumerate(of_ranks.tolist()):
         memory = f"{host / 1e9:.2f} GB" + (f", on the GPU {gpu / 1e9:.2f} GB" if gpu else "")
         say(f"rank {rank}: {num_bytes / 1e9:.2f} GB read in {seconds:.1f} s, peak memory {memory}")

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inertiakv.lowering import computed_first
-from inertiakv.ranks import ALONE, Ranks
+from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
+from inertiakv.compiling.cpu import materialize
 
 from .config import ModelConfig
 from .rope import rotate
@@ -120,13 +120,13 @@ def few_rows_product(x_RI: Tensor, weight_OI: Tensor) -> Tensor:
     streams = max(1, together * passes // rows) if cores else 1
     streams = streams if outputs % streams == 0 else 1
     wide = statistics_dtype(x_RI.dtype)
-    x_PQI = computed_first(x_RI.to(wide)).unflatten(0, (passes, -1))
+    x_PQI = materialize(x_RI.to(wide)).unflatten(0, (passes, -1))
     weight_SO1I = weight_OI.to(wide).unflatten(0, (streams, -1))[:, :, None]
     sums = [(weight_O1I * x_PI).sum(-1) for weight_O1I in weight_SO1I.unbind() for x_PI in x_PQI.unbind(1)]
     y_SQOP = torch.stack(sums).unflatten(0, (streams, -1))
     y_RO = y_SQOP.permute(3, 1, 0, 2).flatten(2).flatten(0, 1)
     # Two passes leave the outputs of two rows in turns: an activation would be computed one at a time.
-    return y_RO if passes == 1 else computed_first(y_RO)
+    return y_RO if passes == 1 else materialize(y_RO)
 
 
 class Linear(nn.Module):
@@ -143,19 +143,19 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     """Of the vocabulary, of which each rank holds as many rows, in order."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, ranks: Ranks = ALONE) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel = SINGLE_PROCESS) -> None:
         super().__init__()
-        self.ranks = ranks
-        self.weight = empty(vocab_size // ranks.size, hidden_size)
+        self.tp = tp
+        self.weight = empty(vocab_size // tp.size, hidden_size)
         self.scale: nn.Parameter | None = None  # of quantised weights (quantize.py)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        if self.ranks.size == 1:
+        if self.tp.size == 1:
             return self._rows(tokens_BT)
-        row_BT, rows = tokens_BT - self.ranks.rank * len(self.weight), len(self.weight)
+        row_BT, rows = tokens_BT - self.tp.rank * len(self.weight), len(self.weight)
         mine_BT1 = ((row_BT >= 0) & (row_BT < rows))[..., None]
         # One rank's row and zeros: the sum is exact.
-        return self.ranks.sum(torch.where(mine_BT1, self._rows(row_BT.clamp(0, rows - 1)), 0.0))
+        return self.tp.sum(torch.where(mine_BT1, self._rows(row_BT.clamp(0, rows - 1)), 0.0))
 
     def _rows(self, row_BT: Tensor) -> Tensor:
         x_BTE = F.embedding(row_BT, self.weight)

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch
 
-from inertiakv.ranks import ALONE, Ranks
+from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 
 from .config import ModelConfig
 
@@ -40,7 +40,9 @@ def place() -> tuple[int, int, int]:
 
 
 @contextmanager
-def joined(device: str | None = None, size: int | None = None) -> Iterator[tuple[Ranks, torch.device]]:
+def joined(
+    device: str | None = None, size: int | None = None
+) -> Iterator[tuple[TensorParallel, torch.device]]:
     """Join the other processes of `torchrun`: this one's rank, and its device, which is a GPU of its own, or
     the CPU where there is none or `device` says so. `size`: how many hold a model together, by default all;
     with fewer, neighbours do, and groups of them, or with 1 all processes, do not talk to each other.
@@ -53,7 +55,7 @@ def joined(device: str | None = None, size: int | None = None) -> Iterator[tuple
     check_groups(size, count)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if count == 1:
-        yield ALONE, torch.device(kind)
+        yield SINGLE_PROCESS, torch.device(kind)
         return
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device {kind!r} with {count} ranks: give cpu, or cuda for a GPU each")
@@ -61,7 +63,7 @@ def joined(device: str | None = None, size: int | None = None) -> Iterator[tuple
         raise ValueError(f"rank {index} needs a GPU of its own; there are {torch.cuda.device_count()}")
     own = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
     if size == 1:
-        yield ALONE, own
+        yield SINGLE_PROCESS, own
         return
 
     import torch.distributed as dist
@@ -75,7 +77,7 @@ def joined(device: str | None = None, size: int | None = None) -> Iterator[tuple
     axes = {"heads": size} if size == count else {"models": count // size, "heads": size}
     mesh = dist.init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
     try:
-        yield Ranks(index % size, size, mesh.get_group("heads").group_name), own
+        yield TensorParallel(index % size, size, mesh.get_group("heads").group_name), own
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise ConnectionError(f"rank {index} has lost another one of {count}: {error}") from error
@@ -93,15 +95,15 @@ def check_groups(size: int, count: int) -> None:
         raise ValueError(f"{count} processes do not go into groups of {size}, each with a model")
 
 
-def share(config: ModelConfig, ranks: Ranks) -> tuple[ModelConfig, Ranks]:
+def share(config: ModelConfig, tp: TensorParallel) -> tuple[ModelConfig, TensorParallel]:
     """The sizes of what a rank holds, beside the vocabulary, which all of them choose from. Where there are
     fewer KV heads than ranks each is held by several, which the ranks that are returned say.
 
     Raises ValueError for sizes that do not go into the ranks evenly.
     """
-    count, moe = ranks.size, config.moe
+    count, moe = tp.size, config.moe
     if count == 1:
-        return config, ranks
+        return config, tp
     sizes = {"{} attention heads are": config.num_heads, "a vocabulary of {} is": config.vocab_size}
     if moe is None or not all(moe.sparse):
         sizes["an intermediate size of {} is"] = config.intermediate_size
@@ -120,15 +122,15 @@ def share(config: ModelConfig, ranks: Ranks) -> tuple[ModelConfig, Ranks]:
         intermediate_size=max(1, config.intermediate_size // count),
         moe=moe and dataclasses.replace(moe, intermediate_size=moe.intermediate_size // count),
     )
-    return local, ranks._replace(kv_copies=max(1, count // heads))
+    return local, tp._replace(kv_copies=max(1, count // heads))
 
 
-def part(whole: tuple[int, ...], own: tuple[int, ...], ranks: Ranks) -> tuple[slice, ...]:
+def part(whole: tuple[int, ...], own: tuple[int, ...], tp: TensorParallel) -> tuple[slice, ...]:
     """Where a rank's tensor of shape `own` lies in that of the whole model: it is split along the axis on
     which it is shorter, into as many parts as go into the whole, and neighbours share a part where these are
     fewer than the ranks."""
     slices = []
     for size, length in zip(whole, own, strict=True):
-        start = ranks.rank * (size // length) // ranks.size * length
+        start = tp.rank * (size // length) // tp.size * length
         slices.append(slice(start, start + length))
     return tuple(slices)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inertiakv.ranks import ALONE, Ranks
+from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 
 from .layers import Embedding, Linear
 from .transformer import Transformer
@@ -45,7 +45,9 @@ def make_room(model: Transformer) -> None:
         matrix.scale = nn.Parameter(scale_O1, requires_grad=False)
 
 
-def quantize_into(source_OI: Tensor, weight_OI: Tensor, scale_O1: Tensor, ranks: Ranks = ALONE) -> None:
+def quantize_into(
+    source_OI: Tensor, weight_OI: Tensor, scale_O1: Tensor, tp: TensorParallel = SINGLE_PROCESS
+) -> None:
     """Fill `weight_OI` and `scale_O1` from a matrix, on the device where they are. Of one whose columns are
     spread over `ranks` a row has the scale that it has as a whole."""
     ao = _torchao()
@@ -54,7 +56,7 @@ def quantize_into(source_OI: Tensor, weight_OI: Tensor, scale_O1: Tensor, ranks:
     for source, weight, scale in zip(*(t.split(rows) for t in (source_OI, weight_OI, scale_O1)), strict=True):
         values = source.to(weight.device, torch.float32)
         # The least and the largest number of each row, which a scale depends on.
-        ends_O2 = ranks.gather(torch.stack(values.aminmax(dim=1), dim=1))
+        ends_O2 = tp.gather(torch.stack(values.aminmax(dim=1), dim=1))
         block, eps = (1, ends_O2.shape[1]), torch.finfo(torch.float32).eps
         chosen, zero = ao.choose_qparams_affine(ends_O2, ao.MappingType.SYMMETRIC, block, torch.int8, eps=eps)
         # The scale is rounded to its dtype first, and numbers are chosen for what it then is.

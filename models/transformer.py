@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inertiakv.ranks import ALONE, Ranks
+from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 
 from .config import ModelConfig
 from .layers import (
@@ -32,9 +32,9 @@ class DecoderLayer(nn.Module):
     """Of attention and MLP it has the rank's part: both only add to the hidden state, which is whole again
     with the sum over ranks."""
 
-    def __init__(self, config: ModelConfig, index: int, ranks: Ranks) -> None:
+    def __init__(self, config: ModelConfig, index: int, tp: TensorParallel) -> None:
         super().__init__()
-        self.ranks = ranks
+        self.tp = tp
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -44,8 +44,8 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x_BTE: Tensor, rotary: Rotation, view: LayerView) -> Tensor:
-        x_BTE = x_BTE + self.ranks.sum(self.self_attn(self.input_layernorm(x_BTE), rotary, view))
-        return x_BTE + self.ranks.sum(self.mlp(self.post_attention_layernorm(x_BTE)))
+        x_BTE = x_BTE + self.tp.sum(self.self_attn(self.input_layernorm(x_BTE), rotary, view))
+        return x_BTE + self.tp.sum(self.mlp(self.post_attention_layernorm(x_BTE)))
 
 
 class Transformer(nn.Module):
@@ -61,15 +61,15 @@ class Transformer(nn.Module):
     loaded: Any = None  # what loading it took, where it was loaded (checkpoint.py)
     apart_from_graphs = ("source", "loaded")
 
-    def __init__(self, config: ModelConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel = SINGLE_PROCESS) -> None:
         super().__init__()
-        config, ranks = share(config, ranks)
-        self.config, self.ranks = config, ranks
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, ranks)
+        config, tp = share(config, tp)
+        self.config, self.tp = config, tp
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, tp)
         self.rotary = Rotary(config.rope, config.head_dim)
-        self.layers = nn.ModuleList(DecoderLayer(config, index, ranks) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index, tp) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        rows = config.vocab_size // ranks.size
+        rows = config.vocab_size // tp.size
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, rows)
         self.eval()
 
@@ -96,4 +96,4 @@ class Transformer(nn.Module):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states: [..., E] -> [..., V] in the model's dtype."""
         table = self.lm_head or self.embed_tokens
-        return self.ranks.gather(linear(hidden, table.weight, scale_O1=table.scale))
+        return self.tp.gather(linear(hidden, table.weight, scale_O1=table.scale))

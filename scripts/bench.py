@@ -36,19 +36,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
-from inertiakv.ranks import Ranks
-from models import Transformer, load_model
-from models.hub import find_folder
-from models.parallel import joined
-from scripts.benchmarking import breakdown, first_step, machine, report, results, scaling, traffic
-from scripts.benchmarking.compiling import compile_seconds
-from scripts.benchmarking.contender import Case, Contender
-from scripts.benchmarking.measure import Measured, begin, ratio, run_rounds, spread, warm_up_steps
-from scripts.benchmarking.options import Options, parse
-from scripts.benchmarking.ours import Ours
-from scripts.benchmarking.rivals import Rival, rival
-from scripts.benchmarking.shapes import random_model, shape, without_position_limit
-from scripts.cli import program
+from inertiakv.compiling.collectives import TensorParallel
+from inertiakv.models import Transformer, load_model
+from inertiakv.models.hub import find_folder
+from inertiakv.models.parallel import joined
+from inertiakv.scripts.benchmarking import breakdown, first_step, machine, report, results, scaling, traffic
+from inertiakv.scripts.benchmarking.compiling import compile_seconds
+from inertiakv.scripts.benchmarking.contender import Case, Contender
+from inertiakv.scripts.benchmarking.measure import Measured, begin, ratio, run_rounds, spread, warm_up_steps
+from inertiakv.scripts.benchmarking.options import Options, parse
+from inertiakv.scripts.benchmarking.ours import Ours
+from inertiakv.scripts.benchmarking.rivals import Rival, rival
+from inertiakv.scripts.benchmarking.shapes import random_model, shape, without_position_limit
+from inertiakv.scripts.cli import program
 
 PROFILE_ROUNDS, PROFILE_STEPS = 24, 4  # the steps are made whole periods
 
@@ -63,18 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: Options) -> None:
     """Measure, alone or with the other processes of torchrun, of which one speaks and writes."""
-    with joined(str(options.device)) as (ranks, device), program.silence(ranks.rank > 0):
-        options = replace(options, device=device, out=options.out if ranks.rank == 0 else None)
-        bench(options, ranks)
+    with joined(str(options.device)) as (tp, device), program.silence(tp.rank > 0):
+        options = replace(options, device=device, out=options.out if tp.rank == 0 else None)
+        bench(options, tp)
 
 
-def bench(options: Options, ranks: Ranks) -> None:
+def bench(options: Options, tp: TensorParallel) -> None:
     """Measure, write, print. The file is written after every setting, so that what is broken off leaves what
     it has measured."""
     others = [(results.read(file), file.name) for file in options.merge]
     result: dict[str, Any] = {}
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
-        for result in measure(options, ranks):
+        for result in measure(options, tp):
             for other, name in others:
                 result["contenders"] += results.merge(result, other, name)
             if options.out:
@@ -84,19 +84,19 @@ def bench(options: Options, ranks: Ranks) -> None:
     print(json.dumps(result) if options.json else report.text(result))
 
 
-def measure(options: Options, ranks: Ranks) -> Iterator[dict[str, Any]]:
+def measure(options: Options, tp: TensorParallel) -> Iterator[dict[str, Any]]:
     """After every setting in which something could be measured, everything so far as the JSON object."""
     compiled = compile_times(options) if options.compile_times else None
     contenders: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     for dtype in options.dtypes:
-        model, raw = load(options, dtype, ranks)
+        model, raw = load(options, dtype, tp)
         about = {
             "name": options.name,
             "source": model.source,
             "layers": model.config.num_layers,
             "quantize": options.quantize,
-            "ranks": ranks.size,
+            "ranks": tp.size,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
         for context, batch in itertools.product(options.contexts, options.batches):
@@ -145,16 +145,18 @@ def release(options: Options) -> None:
         torch.cuda.empty_cache()
 
 
-def load(options: Options, dtype: str | torch.dtype, ranks: Ranks) -> tuple[Transformer, dict[str, Any]]:
+def load(
+    options: Options, dtype: str | torch.dtype, tp: TensorParallel
+) -> tuple[Transformer, dict[str, Any]]:
     """The model, or this rank's part of it, and its config.json."""
     say(f"loading {options.name} ...")
     if options.shape is not None:
         assert isinstance(dtype, torch.dtype)
         raw = shape(options.shape, options.layers)
-        return random_model(raw, dtype, options.device, options.quantize, ranks), raw
+        return random_model(raw, dtype, options.device, options.quantize, tp), raw
     folder, _ = find_folder(options.name)
     raw = json.loads((folder / "config.json").read_text())
-    how = {"dtype": dtype, "device": options.device, "quantize": options.quantize, "ranks": ranks}
+    how = {"dtype": dtype, "device": options.device, "quantize": options.quantize, "ranks": tp}
     model, _ = load_model(options.name, **how)
     return model, raw
 
@@ -193,7 +195,7 @@ def run_case(case: Case, options: Options) -> tuple[list[dict[str, Any]], list[d
         try:
             measured.append(begin(make_contender(name, own, options), options.device, say))
         except Exception as error:  # whatever it is, the others' numbers are worth having
-            if case.model.ranks.size > 1 and not isinstance(error, (ValueError, MemoryError)):
+            if case.model.tp.size > 1 and not isinstance(error, (ValueError, MemoryError)):
                 raise  # ranks may not all have it, and be in different places
             reason = " ".join(str(error).split()) or type(error).__name__
             skipped.append({"name": name, **about, "reason": reason})

@@ -15,9 +15,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
-from evals.reporting.table import markdown_table
-from scripts.benchmarking import KVPRESS_PACKAGES, report, results
-from scripts.planning import check
+from inertiakv.evals.reporting.table import markdown_table
+from inertiakv.scripts.benchmarking import KVPRESS_PACKAGES, report, results
+from inertiakv.scripts.planning import check
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 

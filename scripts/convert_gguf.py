@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models.convert import convert_gguf
+from inertiakv.models.convert import convert_gguf
 
 
 def main() -> None:

@@ -27,14 +27,15 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
 from inertiakv import POLICIES, Decoder, EvictionConfig, Sampling, StopStrings, policy
-from inertiakv.learned import check_file
-from inertiakv.ranks import ALONE, Ranks, check_rule
-from models import load_model
-from models.parallel import joined
-from scripts.cli import options, program, prompts
-from scripts.cli.console import Answer, LiveAnswer, PrefillBar, say
-from scripts.cli.machine import ModelOptions, check_device, loading
-from scripts.cli.report import Run, agreement, summary
+from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
+from inertiakv.decoding.tensor_parallel import check_rule
+from inertiakv.models import load_model
+from inertiakv.models.parallel import joined
+from inertiakv.scoring.learned import check_file
+from inertiakv.scripts.cli import options, program, prompts
+from inertiakv.scripts.cli.console import Answer, LiveAnswer, PrefillBar, say
+from inertiakv.scripts.cli.machine import ModelOptions, check_device, loading
+from inertiakv.scripts.cli.report import Run, agreement, summary
 
 DEFAULT_NEW_TOKENS = 256
 BOTH_POLICIES = ("compression", "budget", "sinks", "recent")
@@ -147,23 +148,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def decode(args: Arguments) -> None:
     """Answer the prompts, alone or together with the other processes of torchrun, of which one speaks."""
     check_device(args.machine.device)
-    with joined(args.machine.device) as (ranks, device), program.silence(ranks.rank > 0):
+    with joined(args.machine.device) as (tp, device), program.silence(tp.rank > 0):
         machine = dataclasses.replace(args.machine, device=str(device))
-        answer_prompts(dataclasses.replace(args, machine=machine), ranks)
+        answer_prompts(dataclasses.replace(args, machine=machine), tp)
 
 
-def answer_prompts(args: Arguments, ranks: Ranks) -> None:
+def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
     """Answer the prompts with each policy. What is wrong by itself is found before the model is loaded."""
     policies = choose_policies(args.policy)
     for _, eviction in policies:
-        check_rule(eviction, ranks)
+        check_rule(eviction, tp)
         if eviction is not None and eviction.scorer_file is not None:
             check_file(eviction.scorer_file)
     sampling = Sampling(**options.given(args.answer.sampling))
-    if ranks.size > 1 and args.prompt.stdin is not None:
-        raise ValueError(
-            f"{ranks.size} processes cannot all read a prompt from stdin: give --prompt-file FILE"
-        )
+    if tp.size > 1 and args.prompt.stdin is not None:
+        raise ValueError(f"{tp.size} processes cannot all read a prompt from stdin: give --prompt-file FILE")
     given = read_prompts(args.prompt)
     live = choose_live(args.output, len(given))
     if "" in args.answer.stop:
@@ -172,7 +171,7 @@ def answer_prompts(args: Arguments, ranks: Ranks) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
         say(f"loading {args.machine.model} ...")
         start = time.perf_counter()
-        model, tokenizer = load(args.machine, ranks)
+        model, tokenizer = load(args.machine, tp)
         seconds = time.perf_counter() - start
         rows = [prompts.encode(tokenizer, p, raw=args.prompt.raw, system=args.prompt.system) for p in given]
     max_new_tokens = choose_length(
@@ -186,7 +185,7 @@ def answer_prompts(args: Arguments, ranks: Ranks) -> None:
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantize": args.machine.quantize,
         "device": str(model.device),
-        "ranks": ranks.size,
+        "ranks": tp.size,
     }
 
     runs = []
@@ -278,12 +277,10 @@ def choose_live(args: OutputOptions, count: int) -> bool:
     return count == 1 and not args.json and args.stream is not False
 
 
-def load(args: MachineOptions, ranks: Ranks = ALONE) -> tuple[Any, Any]:
+def load(args: MachineOptions, tp: TensorParallel = SINGLE_PROCESS) -> tuple[Any, Any]:
     """Model and tokenizer. Raises ValueError for what keeps it from being loaded."""
     with loading():
-        return load_model(
-            args.model, dtype=args.dtype, device=args.device, quantize=args.quantize, ranks=ranks
-        )
+        return load_model(args.model, dtype=args.dtype, device=args.device, quantize=args.quantize, tp=tp)
 
 
 def choose_length(asked: int | None, prompt_tokens: int, max_positions: int) -> int:

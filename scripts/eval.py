@@ -41,22 +41,23 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
-from evals import registry
-from evals.essays import Essays, load_essays
-from evals.prompting import Prompting
-from evals.records import Record, means
-from evals.rules import Rule, choose_rules
-from evals.run import Evaluation, count, make_groups
-from evals.run_meta import NAME, read_meta
-from inertiakv.ranks import Ranks, check_rule
-from models.parallel import joined
-from scripts import decode
-from scripts.cli import options, program
-from scripts.cli.console import say
-from scripts.cli.machine import check_device, loading
-from scripts.evaluating import meta
-from scripts.evaluating.process import Process, run
-from scripts.evaluating.progress import RecordBar, note, summary
+from inertiakv.compiling.collectives import TensorParallel
+from inertiakv.decoding.tensor_parallel import check_rule
+from inertiakv.evals import registry
+from inertiakv.evals.essays import Essays, load_essays
+from inertiakv.evals.prompting import Prompting
+from inertiakv.evals.records import Record, means
+from inertiakv.evals.rules import Rule, choose_rules
+from inertiakv.evals.run import Evaluation, count, make_groups
+from inertiakv.evals.run_meta import NAME, read_meta
+from inertiakv.models.parallel import joined
+from inertiakv.scripts import decode
+from inertiakv.scripts.cli import options, program
+from inertiakv.scripts.cli.console import say
+from inertiakv.scripts.cli.machine import check_device, loading
+from inertiakv.scripts.evaluating import meta
+from inertiakv.scripts.evaluating.process import Process, run
+from inertiakv.scripts.evaluating.progress import RecordBar, note, summary
 
 List = Annotated[str | None, tyro.conf.arg(metavar="N,...", help_behavior_hint="")]
 
@@ -157,9 +158,9 @@ def evaluate(args: Arguments, command: str) -> None:
         raise ValueError(f"--batch must be at least 1, got {args.machine.batch}")
     check_device(args.machine.device)
     asked = Asked(command, process, rules, names, lengths, essays)
-    with joined(args.machine.device, process.size) as (ranks, device), program.silence(ranks.rank > 0):
-        check_ranks(rules, ranks)
-        records, total = ask(args, asked, ranks, str(device))
+    with joined(args.machine.device, process.size) as (tp, device), program.silence(tp.rank > 0):
+        check_ranks(rules, tp)
+        records, total = ask(args, asked, tp, str(device))
         report(args.output, records, rules, total)
 
 
@@ -174,13 +175,13 @@ class Asked(NamedTuple):
     essays: Essays | None
 
 
-def ask(args: Arguments, asked: Asked, ranks: Ranks, device: str) -> tuple[list[Record], int]:
+def ask(args: Arguments, asked: Asked, tp: TensorParallel, device: str) -> tuple[list[Record], int]:
     """Load the model, or this rank's part of it, and make the records that it should. Those that are there,
     and how many there will be."""
     process, rules, lengths = asked.process, asked.rules, asked.lengths
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
         say(f"loading {args.machine.model} ...")
-        model, tokenizer = decode.load(dataclasses.replace(args.machine, device=device), ranks)
+        model, tokenizer = decode.load(dataclasses.replace(args.machine, device=device), tp)
         most = model.config.max_positions
         if lengths and max(lengths) > most:
             raise ValueError(f"--lengths {max(lengths)} is more than the model's {most} positions")
@@ -233,11 +234,11 @@ def check_budgets(rules: Sequence[Rule], lengths: Sequence[int]) -> None:
                 raise ValueError(f"{rule}, --lengths {length}: {error}") from error
 
 
-def check_ranks(rules: Sequence[Rule], ranks: Ranks) -> None:
+def check_ranks(rules: Sequence[Rule], tp: TensorParallel) -> None:
     """Raise ValueError for a rule that a model on several ranks cannot go by."""
     for rule in rules:
         try:
-            check_rule(rule.eviction, ranks)
+            check_rule(rule.eviction, tp)
         except ValueError as error:
             raise ValueError(f"{rule}: {error}") from error
 

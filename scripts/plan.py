@@ -33,19 +33,20 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
-from evals.reporting import figures
-from evals.reporting.table import aligned
 from inertiakv import EvictionConfig, policy
-from inertiakv.prompts import check_positions
-from inertiakv.ranks import Ranks, check_rule
-from models import ModelConfig, parallel, parse_config
-from models.config import parse_dtype
-from models.hub import find_config
-from scripts.benchmarking.shapes import SHAPES
-from scripts.cli import options, program
-from scripts.planning import chart, check, devices, tables
-from scripts.planning.plans import FULL, Plan
-from scripts.planning.speed import Link, Shares
+from inertiakv.compiling.collectives import TensorParallel
+from inertiakv.decoding.tensor_parallel import check_rule
+from inertiakv.evals.reporting import figures
+from inertiakv.evals.reporting.table import aligned
+from inertiakv.models import ModelConfig, parallel, parse_config
+from inertiakv.models.config import parse_dtype
+from inertiakv.models.hub import find_config
+from inertiakv.requests.prompts import check_positions
+from inertiakv.scripts.benchmarking.shapes import SHAPES
+from inertiakv.scripts.cli import options, program
+from inertiakv.scripts.planning import chart, check, devices, tables
+from inertiakv.scripts.planning.plans import FULL, Plan
+from inertiakv.scripts.planning.speed import Link, Shares
 
 ALL_REDUCE_US = 10.0
 
@@ -187,7 +188,7 @@ def make(args: Arguments) -> Plan:
     if args.model.quantize is not None and config.moe is not None:
         raise ValueError("--quantize: the experts of a mixture are not quantised")
     for count in ranks:
-        check_rule(rule, parallel.share(config, Ranks(size=count))[1])
+        check_rule(rule, parallel.share(config, TensorParallel(size=count))[1])
     rules = {FULL: None, request.policy: rule}
     link = make_link(given, ranks)
     device = devices.choose(given.device, given.memory_gb, given.bandwidth_gb_per_s, given.tflops)

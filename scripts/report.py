@@ -24,12 +24,12 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
-from evals.reporting import figures, page
-from evals.reporting.numbers import numbers
-from evals.reporting.runs import read_run
-from evals.reporting.suites import combine
-from scripts.cli import options, program
-from scripts.cli.console import say
+from inertiakv.evals.reporting import figures, page
+from inertiakv.evals.reporting.numbers import numbers
+from inertiakv.evals.reporting.runs import read_run
+from inertiakv.evals.reporting.suites import combine
+from inertiakv.scripts.cli import options, program
+from inertiakv.scripts.cli.console import say
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,12 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
-from evals import registry
 from inertiakv import POLICIES
-from scripts import eval as evaluation
-from scripts import report
-from scripts.cli import options, program
-from scripts.cli.console import say
+from inertiakv.evals import registry
+from inertiakv.scripts import eval as evaluation
+from inertiakv.scripts import report
+from inertiakv.scripts.cli import options, program
+from inertiakv.scripts.cli.console import say
 
 ALPHAS = (0.0, 0.3, 0.6, 0.9, 0.95)
 """Beside the default, 0.8."""

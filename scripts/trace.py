@@ -31,19 +31,27 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
-from evals.reporting import figures
-from evals.reporting.table import Table
 from inertiakv import Decoder, EvictionConfig
-from inertiakv.diagnostics import cached_sets
-from scripts import decode
-from scripts.benchmarking import results
-from scripts.cli import options, program, prompts
-from scripts.cli.console import PrefillBar, say
-from scripts.cli.machine import check_device
-from scripts.tracing import analysis, plots, text_view
-from scripts.tracing.runs import LEAST_STEPS, Rules, Run, choose_rules, record, record_evicting, same_steps
-from scripts.tracing.tables import page, tables
-from scripts.tracing.text_view import Token, View
+from inertiakv.evals.diagnostics import cached_sets
+from inertiakv.evals.reporting import figures
+from inertiakv.evals.reporting.table import Table
+from inertiakv.scripts import decode
+from inertiakv.scripts.benchmarking import results
+from inertiakv.scripts.cli import options, program, prompts
+from inertiakv.scripts.cli.console import PrefillBar, say
+from inertiakv.scripts.cli.machine import check_device
+from inertiakv.scripts.tracing import analysis, plots, text_view
+from inertiakv.scripts.tracing.runs import (
+    LEAST_STEPS,
+    Rules,
+    Run,
+    choose_rules,
+    record,
+    record_evicting,
+    same_steps,
+)
+from inertiakv.scripts.tracing.tables import page, tables
+from inertiakv.scripts.tracing.text_view import Token, View
 
 Names = Annotated[str, tyro.conf.arg(metavar="NAME,...|none")]
 

@@ -36,14 +36,14 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
-from inertiakv.learned import RANK, save_scorer, settings_path
-from models import Transformer, load_model
-from models.encoding import encode_text
-from scripts.cli import options, program
-from scripts.cli.console import say
-from scripts.cli.machine import ModelOptions, check_device, loading
-from scripts.cli.prompts import read_text
-from scripts.training.distill import Distillation, Quality, Recipe
+from inertiakv.models import Transformer, load_model
+from inertiakv.models.encoding import encode_text
+from inertiakv.scoring.learned import RANK, save_scorer, settings_path
+from inertiakv.scripts.cli import options, program
+from inertiakv.scripts.cli.console import say
+from inertiakv.scripts.cli.machine import ModelOptions, check_device, loading
+from inertiakv.scripts.cli.prompts import read_text
+from inertiakv.scripts.training.distill import Distillation, Quality, Recipe
 
 LEAST_LENGTH = 32
 SAVE_EVERY = 10

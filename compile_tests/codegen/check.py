@@ -37,13 +37,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_tests.codegen.generated import Function, Generated
 from inertiakv import EvictionConfig, Sampling
-from inertiakv.aggregation import Aggregation
-from inertiakv.cache import CacheShape, SlotCache
-from inertiakv.graphs import Graphs
-from inertiakv.ranks import ALONE, Ranks
-from inertiakv.rows import Rows
-from inertiakv.steps import Method, decode_step
-from models import Transformer, parse_config
+from inertiakv.cache.slot_cache import CacheShape, SlotCache
+from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
+from inertiakv.compiling.graphs import Graphs
+from inertiakv.decoding.batch import BatchState
+from inertiakv.decoding.steps import Method, decode_step
+from inertiakv.models import Transformer, parse_config
+from inertiakv.scoring.aggregation import Aggregation
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 LLAMA_8B = {
@@ -75,7 +75,7 @@ class Step:
 
     model: Transformer
     cache: SlotCache
-    rows: Rows
+    rows: BatchState
     aggregation: Aggregation
     method: Method
 
@@ -90,7 +90,7 @@ class Step:
         *,
         backend: str,
         window: int | None = None,
-        ranks: Ranks = ALONE,
+        tp: TensorParallel = SINGLE_PROCESS,
     ) -> Step:
         """Weights without values, and an empty cache. With `window` the second layer slides."""
         raw = {
@@ -112,7 +112,7 @@ class Step:
         config = parse_config(raw)
         torch.set_default_dtype(dtype)  # fake parameters can't be cast or moved
         with device:
-            model = Transformer(config, ranks)
+            model = Transformer(config, tp)
         config = model.config
         torch.set_default_dtype(torch.float32)
         model.rotary.to(device)
@@ -120,7 +120,7 @@ class Step:
         return cls(
             model,
             SlotCache(shape, dtype=dtype, device=device),
-            Rows(batch, device),
+            BatchState(batch, device),
             Aggregation(RULE, config.num_layers, torch.float32, device),
             Method(RULE, backend, tuple(dict.fromkeys(config.windows))),  # type: ignore[arg-type]
         )
@@ -188,24 +188,24 @@ def written() -> Iterator[list[str]]:
         yield sources
 
 
-def first_of(size: int) -> Ranks:
+def first_of(size: int) -> TensorParallel:
     """The first rank of a group whose other processes are not there."""
     if size == 1:
-        return ALONE
+        return SINGLE_PROCESS
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    return Ranks(0, size, dist.distributed_c10d._get_default_group().group_name)
+    return TensorParallel(0, size, dist.distributed_c10d._get_default_group().group_name)
 
 
 def lower(options: argparse.Namespace) -> dict[str, Any]:
-    ranks = first_of(options.ranks)
+    tp = first_of(options.tp)
     graphs = Graphs(enabled=True, device=CUDA)
     sizes = {**LLAMA_8B, "num_hidden_layers": options.layers}
     sizes |= {"num_attention_heads": options.heads, "num_key_value_heads": options.kv_heads}
     with FakeTensorMode(), torch.no_grad(), fresh_cache(), recorded() as partitions, written() as sources:
-        how = {"backend": options.backend, "ranks": ranks}
+        how = {"backend": options.backend, "ranks": tp}
         step = Step.make(sizes, options.batch, SLOTS_8B, torch.bfloat16, CUDA, **how)
         with (
             _planted_copy() if options.plant else nullcontext(),
@@ -253,13 +253,13 @@ def _contents(kernel: str) -> dict[str, int]:
 
 def _planted_copy() -> Any:
     """A step that copies to the host in its middle."""
-    choose = Rows.choose
+    choose = BatchState.choose
 
-    def choose_and_look(rows: Rows, logits_BV: torch.Tensor, *, greedy: bool) -> None:
+    def choose_and_look(rows: BatchState, logits_BV: torch.Tensor, *, greedy: bool) -> None:
         choose(rows, logits_BV, greedy=greedy)
         rows.token_B.copy_(rows.token_B.cpu())
 
-    return patch.object(Rows, "choose", choose_and_look)
+    return patch.object(BatchState, "choose", choose_and_look)
 
 
 PLANTS: dict[str, tuple[str, str, str]] = {
@@ -336,7 +336,7 @@ def begin(step: Step) -> Step:
         else:
             parameter.normal_(0.0, 1.0 if "embed" in name else 0.35, generator=generator)
     cache, rows = step.cache, step.rows
-    (table,) = cache.tables
+    (table,) = cache.retention
     table.budget_BX.fill_(RULE.budget or 0)
     for row, held in enumerate((180, 90, 180)):
         first, second = (torch.randperm(128, generator=generator) for _ in range(2))
@@ -359,7 +359,7 @@ def begin(step: Step) -> Step:
 
 def state(step: Step) -> dict[str, torch.Tensor]:
     """All that a step changes; K and V where a slot holds a token."""
-    (table,) = step.cache.tables
+    (table,) = step.cache.retention
     held_BN = table.position_BXN[:, 0] >= 0
     kv = [
         buffer.transpose(1, 2)[held_BN]

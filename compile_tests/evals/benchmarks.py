@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from evals.registry import Benchmark
+from inertiakv.evals.registry import Benchmark
 
 ESSAYS = SimpleNamespace(name="essays of these tests", sha256="e5")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from evals.prompting import Prompting
-from evals.task import Sample
+from inertiakv.evals.prompting import Prompting
+from inertiakv.evals.task import Sample
 
 TASKS = ("made:short", "made:long")
 PAPER_TASKS = ("made:short",)

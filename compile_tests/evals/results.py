@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from evals.records import Record
 from inertiakv import policy
+from inertiakv.evals.records import Record
 
 CHANGES: dict[str, dict[str, Any]] = {
     "inertiakv:alpha=0.0": {"alpha": 0.0},

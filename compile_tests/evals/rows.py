@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from compile_tests.evals.made import NEW_TOKENS, letters, score
-from evals.prompting import Prompting
-from evals.task import Sample
+from inertiakv.evals.prompting import Prompting
+from inertiakv.evals.task import Sample
 
 TASKS = ("rows",)
 

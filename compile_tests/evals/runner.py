@@ -8,8 +8,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from compile_tests.evals.benchmarks import BENCHMARKS, ESSAYS
-from evals import registry
-from scripts import eval as script
+from inertiakv.evals import registry
+from inertiakv.scripts import eval as script
 
 if __name__ == "__main__":
     registry.BENCHMARKS = BENCHMARKS

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_tests.tiny_chat import tiny_tokenizer
-from evals import chains
-from evals.chains import FEWEST_STEPS, TASKS
-from evals.prompting import Prompting
-from evals.task import Sample
+from inertiakv.evals import chains
+from inertiakv.evals.chains import FEWEST_STEPS, TASKS
+from inertiakv.evals.prompting import Prompting
+from inertiakv.evals.task import Sample
 
 PROMPTING = Prompting(tiny_tokenizer("llama"), "chat")
 GIVEN = {"chains:copy": 24, "chains:sum": 8, "chains:states": 8}  # two rounds

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evals import hub
-from evals.essays import BUNDLED, HUB, Essays, load_essays, split_sentences
+from inertiakv.evals import hub
+from inertiakv.evals.essays import BUNDLED, HUB, Essays, load_essays, split_sentences
 
 
 def test_the_bundled_text() -> None:

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from compile_tests.evals.made import NEW_TOKENS, Made, letters
 from compile_tests.evals.rows import Rows
 from compile_tests.tiny_chat import set_eos, tiny_chat
-from evals.prompting import Prompting, prompt_hash
-from evals.records import Mean, Record, RecordFile, Seconds, means, read_records
-from evals.rules import Rule, choose_rules, label, parse_policy
-from evals.run import Evaluation, Group, count, make_groups
-from inertiakv import Decoder, EvictionConfig, memory, policy
-from models import load_model
-from models.encoding import encode_chat
+from inertiakv import Decoder, EvictionConfig, policy
+from inertiakv.cache import memory
+from inertiakv.evals.prompting import Prompting, prompt_hash
+from inertiakv.evals.records import Mean, Record, RecordFile, Seconds, means, read_records
+from inertiakv.evals.rules import Rule, choose_rules, label, parse_policy
+from inertiakv.evals.run import Evaluation, Group, count, make_groups
+from inertiakv.models import load_model
+from inertiakv.models.encoding import encode_chat
 
 POLICIES = ["full", "inertiakv", "lazy4:pool=5", "snapkv:window=8:recent=8", "kvzip"]
 """One of each kind: evicted in the first step, before it, and by a second reading of the prompt."""
@@ -409,7 +410,7 @@ def test_an_answer_ends_with_the_model_s_own_end_which_is_no_part_of_it(loaded: 
 def test_an_empty_prediction_is_wrong_and_counts(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = make_groups([made(loaded)], [100], 3)
     for text in ("", " \n"):
-        monkeypatch.setattr("evals.run.decode_answer", lambda *_, text=text: text)
+        monkeypatch.setattr("inertiakv.evals.run.decode_answer", lambda *_, text=text: text)
         records = list(evaluation(loaded, some_rules("full")).answer(groups))
         assert [(r.prediction, r.score) for r in records] == [(text, 0.0)] * 3
         assert means(records)[0].n == 3

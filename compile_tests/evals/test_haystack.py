@@ -5,8 +5,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evals.essays import split_sentences
-from evals.ruler.haystack import DEPTHS, hide_in_lines, hide_in_sentences, most_units
+from inertiakv.evals.essays import split_sentences
+from inertiakv.evals.ruler.haystack import DEPTHS, hide_in_lines, hide_in_sentences, most_units
 
 SEEDS = st.integers(0, 3)
 

@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 
-from evals.records import read_records
+from inertiakv.evals.records import read_records
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 TABLE = re.compile(

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import pytest
 
 from compile_tests.tiny_chat import BOS, tiny_tokenizer
-from evals import longbench, longbench_v2, rows
-from evals.longbench_prompts import DATASETS, PAPER
-from evals.prompting import Prompting
-from evals.truncation import cut_halves, cut_joined, fit
+from inertiakv.evals import longbench, longbench_v2, rows
+from inertiakv.evals.longbench_prompts import DATASETS, PAPER
+from inertiakv.evals.prompting import Prompting
+from inertiakv.evals.truncation import cut_halves, cut_joined, fit
 
 GOLDEN = json.loads((Path(__file__).parent / "longbench_prompts.json").read_text(encoding="utf-8"))
 LONG = 200_000

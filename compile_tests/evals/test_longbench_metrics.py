@@ -7,8 +7,17 @@ import sys
 
 import pytest
 
-from evals import metrics
-from evals.metrics import best, choice, count, extract_choice, prefix_share, qa_f1, retrieval, rouge_l
+from inertiakv.evals import metrics
+from inertiakv.evals.metrics import (
+    best,
+    choice,
+    count,
+    extract_choice,
+    prefix_share,
+    qa_f1,
+    retrieval,
+    rouge_l,
+)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evals.metrics import string_match_all, string_match_part
+from inertiakv.evals.metrics import string_match_all, string_match_part
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_tests.tiny_chat import tiny_tokenizer
-from evals import needle
-from evals.essays import Essays, load_essays
-from evals.needle import DEPTHS, MAX_NEW_TOKENS, NEEDLE, PROMPT, needle_place
-from evals.prompting import Prompting
+from inertiakv.evals import needle
+from inertiakv.evals.essays import Essays, load_essays
+from inertiakv.evals.needle import DEPTHS, MAX_NEW_TOKENS, NEEDLE, PROMPT, needle_place
+from inertiakv.evals.prompting import Prompting
 
 SENTENCES = [f"On day {day} the keeper saw {day % 7} ships — and wrote it down." for day in range(400)]
 ESSAYS = Essays(name="log", text=" ".join(SENTENCES))

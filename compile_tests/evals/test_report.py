@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from compile_tests.evals.results import CHANGES, config, make_folder, make_record, make_records
-from evals import paper
-from evals.reporting import ablations, cells, configs, figures, page, plots, tables
-from evals.reporting.paired import against, against_table
-from evals.reporting.runs import read_run
-from evals.reporting.suites import Suite, combine
-from evals.reporting.table import Table
-from evals.reporting.text import ranges
-from evals.statistics import holm
 from inertiakv import POLICIES
-from scripts import report
+from inertiakv.evals import paper
+from inertiakv.evals.reporting import ablations, cells, configs, figures, page, plots, tables
+from inertiakv.evals.reporting.paired import against, against_table
+from inertiakv.evals.reporting.runs import read_run
+from inertiakv.evals.reporting.suites import Suite, combine
+from inertiakv.evals.reporting.table import Table
+from inertiakv.evals.reporting.text import ranges
+from inertiakv.evals.statistics import holm
+from inertiakv.scripts import report
 
 pytest.importorskip("scipy")
 

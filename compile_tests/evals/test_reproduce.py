@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from compile_tests.tiny_chat import tiny_chat
-from evals import registry
-from evals.rules import choose_rules
 from inertiakv import POLICIES
-from scripts import eval as evaluation
-from scripts import reproduce
-from scripts.cli import options
+from inertiakv.evals import registry
+from inertiakv.evals.rules import choose_rules
+from inertiakv.scripts import eval as evaluation
+from inertiakv.scripts import reproduce
+from inertiakv.scripts.cli import options
 
 
 @pytest.mark.parametrize("scale", [reproduce.small, reproduce.full])

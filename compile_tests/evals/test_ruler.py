@@ -11,15 +11,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from compile_tests.tiny_chat import BOS, tiny_tokenizer
-from evals.essays import Essays, load_essays
-from evals.prompting import Prompting
-from evals.ruler import OTHERS, TASKS, make, niah, words
-from evals.ruler.generated import Generated
-from evals.ruler.haystack import NOISE
-from evals.ruler.niah import NEEDLES
-from evals.ruler.templates import COMMON_WORDS, FREQUENT_WORDS, NIAH, NIAH_ONE, VARIABLES
-from evals.ruler.variables import VariableTracking
-from evals.task import Sample
+from inertiakv.evals.essays import Essays, load_essays
+from inertiakv.evals.prompting import Prompting
+from inertiakv.evals.ruler import OTHERS, TASKS, make, niah, words
+from inertiakv.evals.ruler.generated import Generated
+from inertiakv.evals.ruler.haystack import NOISE
+from inertiakv.evals.ruler.niah import NEEDLES
+from inertiakv.evals.ruler.templates import COMMON_WORDS, FREQUENT_WORDS, NIAH, NIAH_ONE, VARIABLES
+from inertiakv.evals.ruler.variables import VariableTracking
+from inertiakv.evals.task import Sample
 
 pytest.importorskip("wonderwords")
 
@@ -128,7 +128,7 @@ def test_with_a_chat_template_and_bos(name: str, kind: str) -> None:
 def test_with_a_real_tokenizer(name: str) -> None:
     from transformers import AutoTokenizer
 
-    from models.hub import find_folder
+    from inertiakv.models.hub import find_folder
 
     prompting = Prompting(AutoTokenizer.from_pretrained(find_folder("smollm2-135m")[0]), "chat")
     sample = make(f"ruler:{name}", prompting.count, 42, ESSAYS).sample(2048, 0)

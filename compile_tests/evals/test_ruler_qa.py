@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evals.essays import load_essays
-from evals.ruler import make
-from evals.ruler import qa as ruler_qa
-from evals.ruler.generated import Generated
-from evals.ruler.qa import load_corpus
-from evals.ruler.templates import QUESTIONS
+from inertiakv.evals.essays import load_essays
+from inertiakv.evals.ruler import make
+from inertiakv.evals.ruler import qa as ruler_qa
+from inertiakv.evals.ruler.generated import Generated
+from inertiakv.evals.ruler.qa import load_corpus
+from inertiakv.evals.ruler.templates import QUESTIONS
 
 ARTICLES, PARAGRAPHS = 8, 6
 NAMES = ("qa_1", "qa_2")

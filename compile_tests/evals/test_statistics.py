@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from evals.statistics import bootstrap, compare, estimate, holm, t_test
+from inertiakv.evals.statistics import bootstrap, compare, estimate, holm, t_test
 
 scipy_stats = pytest.importorskip("scipy.stats")
 

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from inertiakv.attention import block_lists, dense_step, dense_weights, flex, flex_mask, flex_step, visible
+from inertiakv.attention.dense import dense_step, dense_weights
+from inertiakv.attention.flex import flex, flex_mask, flex_step
+from inertiakv.attention.mask import block_lists, visible
 
 CASES = [  # query heads, KV heads, head dim, slots, dtype, window
     (32, 8, 128, 6656, torch.bfloat16, None),  # Llama-3.1-8B, a tenth of 64k

@@ -21,8 +21,8 @@ from compile_tests.tiny import (
     tiny_model,
 )
 from inertiakv import Decoder, EvictionConfig, Sampling
-from inertiakv.rows import READ_EVERY
-from models import Transformer
+from inertiakv.decoding.batch import READ_EVERY
+from inertiakv.models import Transformer
 
 LAZY = EvictionConfig(compression=0.7, refresh=2)
 CASES = {

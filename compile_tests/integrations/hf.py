@@ -18,7 +18,7 @@ from compile_tests.models.reference import VOCAB, reference_config, reference_mo
 from compile_tests.tiny import RowState, set_states
 from inertiakv import Decoder, EvictionConfig
 from inertiakv.integrations.transformers import InertiaCache
-from models import Transformer, load_checkpoint
+from inertiakv.models import Transformer, load_checkpoint
 
 PAD = 0
 NOTHING_EVICTED = EvictionConfig(budget=5000)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from compile_tests.tiny_chat import tiny_chat, tiny_tokenizer
-from models.encoding import encode_chat
-from scripts.examples import transformers_cache as example
+from inertiakv.models.encoding import encode_chat
+from inertiakv.scripts.examples import transformers_cache as example
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen"])

@@ -16,7 +16,6 @@ from transformers.generation import utils as generation_utils
 
 from compile_tests.integrations.hf import Talk, generate, other, other_config, padded, pair, prompts
 from inertiakv import EvictionConfig, policy
-from inertiakv.experimental import AdaptiveAlpha
 from inertiakv.integrations.transformers import InertiaCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
@@ -202,7 +201,6 @@ def test_rules_that_need_more_than_attention() -> None:
         (policy("rehearsed"), "draft=64 goes on with the model by itself: use Decoder"),
         (policy("kvzip"), "scorer='reconstruction' gives the prompt to the model once more: use Decoder"),
         (policy("adakv_ea"), "scorer='expected_attention' undoes rotations"),
-        (AdaptiveAlpha(), "takes an EvictionConfig"),
         (None, "takes an EvictionConfig"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from models import ModelConfig, Transformer, parse_config
-from models.checkpoint import SINGLE, checkpoint_views
-from models.parse import FAMILIES as SUPPORTED
+from inertiakv.models import ModelConfig, Transformer, parse_config
+from inertiakv.models.checkpoint import SINGLE, checkpoint_views
+from inertiakv.models.parse import FAMILIES as SUPPORTED
 
 VOCAB = 97
 ARCHITECTURES = {family.model_type: family.architecture for family in SUPPORTED}

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from inertiakv.cache import CacheShape
-from models import Transformer, load_checkpoint, parse_config
-from models.checkpoint import INDEX, checkpoint_views
-from scripts.benchmarking import traffic
-from scripts.benchmarking.shapes import SHAPES
+from inertiakv.cache.slot_cache import CacheShape
+from inertiakv.models import Transformer, load_checkpoint, parse_config
+from inertiakv.models.checkpoint import INDEX, checkpoint_views
+from inertiakv.scripts.benchmarking import traffic
+from inertiakv.scripts.benchmarking.shapes import SHAPES
 
 Shapes = dict[str, tuple[int, ...]]
 

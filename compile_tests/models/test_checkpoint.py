@@ -22,8 +22,8 @@ from compile_tests.models.reference import (
     save,
     tiny_checkpoint,
 )
-from models import load_checkpoint
-from models.checkpoint import INDEX, SINGLE, checkpoint_views
+from inertiakv.models import load_checkpoint
+from inertiakv.models.checkpoint import INDEX, SINGLE, checkpoint_views
 
 Tensors = dict[str, Tensor]
 NORM = "model.norm.weight"

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compile_tests.models.reference import VOCAB, tiny_checkpoint
-from models import ModelConfig, load_checkpoint
-from models.checkpoint import SINGLE, checkpoint_views
-from models.convert import convert_gguf
-from models.rope import RopeConfig, inverse_frequencies
+from inertiakv.models import ModelConfig, load_checkpoint
+from inertiakv.models.checkpoint import SINGLE, checkpoint_views
+from inertiakv.models.convert import convert_gguf
+from inertiakv.models.rope import RopeConfig, inverse_frequencies
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -222,7 +222,7 @@ def test_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_two_processes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process finishes while this one converts: its folder stays, ours goes, and nobody fails."""
-    from models import convert
+    from inertiakv.models import convert
 
     file, _ = make(tmp_path, "llama")
     finish = convert.load_checkpoint

@@ -11,8 +11,8 @@ import huggingface_hub
 import pytest
 
 from compile_tests.models.reference import raw_config, tiny_checkpoint
-from models import hub
-from models.checkpoint import SINGLE
+from inertiakv.models import hub
+from inertiakv.models.checkpoint import SINGLE
 
 
 class Unreachable(Exception):

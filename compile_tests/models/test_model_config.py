@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compile_tests.models.reference import FAMILIES, raw_config, reference_config
-from models import ModelConfig, parse_config
+from inertiakv.models import ModelConfig, parse_config
 
 
 @pytest.mark.parametrize("family", FAMILIES)

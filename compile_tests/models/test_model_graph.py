@@ -16,7 +16,7 @@ from compile_tests.models.reference import (
     reference_model,
     save,
 )
-from models import Transformer, load_checkpoint
+from inertiakv.models import Transformer, load_checkpoint
 
 
 def make(folder: Path, family: str, dtype: str = "float32", **options: Any) -> Transformer:

@@ -17,7 +17,7 @@ from compile_tests.models.reference import (
     reference_model,
     save,
 )
-from models import Transformer, load_checkpoint
+from inertiakv.models import Transformer, load_checkpoint
 
 GROUPINGS = [(4, 4), (6, 2), (8, 2), (6, 1), (14, 2), (16, 2)]  # groups of 1, 3, 4, 6, 7, 8 heads
 

@@ -5,9 +5,9 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from models import MoEConfig
-from models.layers import Linear
-from models.moe import Experts, SparseMLP, _grouped
+from inertiakv.models import MoEConfig
+from inertiakv.models.layers import Linear
+from inertiakv.models.moe import Experts, SparseMLP, _grouped
 
 
 def make(experts: int, top_k: int, hidden: int = 32, width: int = 24, normalise: bool = True) -> SparseMLP:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from compile_tests.models.reference import GrowingCache, assert_close, forward, random_tokens, tiny_checkpoint
 from inertiakv import Decoder, EvictionConfig
-from models import Transformer, load_checkpoint, load_model
-from models.layers import Embedding, Linear, linear
-from models.quantize import quantize_into
+from inertiakv.models import Transformer, load_checkpoint, load_model
+from inertiakv.models.layers import Embedding, Linear, linear
+from inertiakv.models.quantize import quantize_into
 
 pytest.importorskip("torchao")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from compile_tests.models.reference import GrowingCache, forward
-from models import Transformer, load_model
-from models.hub import find_folder
+from inertiakv.models import Transformer, load_model
+from inertiakv.models.hub import find_folder
 
 pytestmark = pytest.mark.real
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compile_tests.models.reference import reference_config
-from models.rope import RopeConfig, Rotary, inverse_frequencies, rotate
+from inertiakv.models.rope import RopeConfig, Rotary, inverse_frequencies, rotate
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -12,9 +12,8 @@ import torch
 from compile_tests.models.reference import tiny_checkpoint
 from compile_tests.tiny import set_states
 from inertiakv import Decoder, EvictionConfig, Sampling, policy
-from inertiakv.experimental import RankTrigger
-from inertiakv.ranks import Ranks
-from models import load_checkpoint
+from inertiakv.compiling.collectives import TensorParallel
+from inertiakv.models import load_checkpoint
 
 VOCAB = 96
 LENGTHS = (40, 23, 31)
@@ -66,7 +65,6 @@ RULES = {
     "above the mean": Case("llama", policy("scissorhands", budget=12, scope="shared", recent=2)),
     "two layers": Case("llama", policy("inertiakv", budget=12, layers=(0, 1), new_token="mean")),
     "pooled and rescued": Case("qwen2", _POOLED),
-    "where rankings differ": Case("mistral", RankTrigger(budget=12, threshold=0.3)),
     "chance": Case("llama", policy("random", budget=12)),
     "a set a layer": Case("qwen2", policy("tova", budget=12)),
     "prompts": Case("llama", policy("snapkv", budget=12, window=4, recent=4)),
@@ -88,10 +86,10 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def run(case: Case, root: Path, ranks: Ranks) -> dict[str, Any]:
+def run(case: Case, root: Path, tp: TensorParallel) -> dict[str, Any]:
     """What a process comes out with."""
-    model = load_checkpoint(case.folder(root), case.dtype, quantize=case.quantize, ranks=ranks)
-    together = ranks.size > 1
+    model = load_checkpoint(case.folder(root), case.dtype, quantize=case.quantize, tp=tp)
+    together = tp.size > 1
     decoder = Decoder(model, case.rule, compile=case.compile, attention="dense", check_ranks=together)
     decoder.prefill(prompts(), max_new_tokens=NEW_TOKENS)
     logits_BV = decoder._current().logits_BV

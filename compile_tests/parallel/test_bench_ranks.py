@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from compile_tests.test_bench import EAGER, KV_TOKEN
-from scripts import bench
+from compile_tests.scripts.test_bench import EAGER, KV_TOKEN
+from inertiakv.scripts import bench
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYER = 2 * 64 * 32 + 2 * 64 * 16 + 3 * 64 * 64 + 2 * 64

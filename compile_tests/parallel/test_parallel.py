@@ -17,8 +17,8 @@ import torch
 
 from compile_tests.parallel.cases import BY_SIZE, COMPILED, FAMILIES, LENGTHS, RULES, Case, run
 from compile_tests.parallel.worker import PATIENCE
-from inertiakv.ranks import ALONE
-from models.checkpoint import SINGLE, read_header
+from inertiakv.compiling.collectives import SINGLE_PROCESS
+from inertiakv.models.checkpoint import SINGLE, read_header
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def found(root: Path) -> dict[int, list[Found]]:
 def alone(root: Path) -> Found:
     """What one process finds. What is compiled by several it runs as it is."""
     as_they_are = {name: replace(case, compile=False) for name, case in COMPILED.items()}
-    return {name: run(case, root, ALONE) for name, case in (EAGER | as_they_are).items()}
+    return {name: run(case, root, SINGLE_PROCESS) for name, case in (EAGER | as_they_are).items()}
 
 
 @pytest.mark.parametrize("name,size", RUN)

@@ -16,20 +16,19 @@ from compile_tests.models.reference import FAMILIES, raw_config, tiny_checkpoint
 from compile_tests.models.test_checkpoint import EMBEDDING, HEAD, edit, shard
 from compile_tests.tiny_chat import tiny_chat
 from inertiakv import Decoder, EvictionConfig, policy
-from inertiakv.experimental import AdaptiveAlpha
-from inertiakv.ranks import ALONE, Ranks
-from models import Transformer, load_checkpoint, parse_config
-from models.checkpoint import SINGLE, checkpoint_views
-from models.parallel import joined
-from scripts import decode
+from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
+from inertiakv.models import Transformer, load_checkpoint, parse_config
+from inertiakv.models.checkpoint import SINGLE, checkpoint_views
+from inertiakv.models.parallel import joined
+from inertiakv.scripts import decode
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES: dict[str, Any] = {"vocab_size": 96, "heads": 8, "kv_heads": 2}
 
 
-def ranks(size: int, rank: int = 0) -> Ranks:
+def tp(size: int, rank: int = 0) -> TensorParallel:
     """Of a group that is not there."""
-    return Ranks(rank, size, "no group")
+    return TensorParallel(rank, size, "no group")
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -42,7 +41,7 @@ def test_slices(family: str, tied: bool, sharded: bool, size: int, tmp_path: Pat
     whole = load_file(tmp_path / SINGLE)
     if sharded:
         shard(tmp_path)
-    loaded = [load_checkpoint(tmp_path, "float32", ranks=ranks(size, rank)) for rank in range(size)]
+    loaded = [load_checkpoint(tmp_path, "float32", tp=tp(size, rank)) for rank in range(size)]
     parts = [dict(checkpoint_views(model)) for model in loaded]
     for name, expected in whole.items():
         of_ranks = [part[name] for part in parts]
@@ -57,17 +56,17 @@ def test_slices(family: str, tied: bool, sharded: bool, size: int, tmp_path: Pat
             assert torch.equal(torch.cat(of_ranks), expected)
     assert {model.config.num_heads for model in loaded} == {8 // size}
     assert {model.config.num_kv_heads for model in loaded} == {1}
-    assert {model.ranks.kv_copies for model in loaded} == {size // 2}
+    assert {model.tp.kv_copies for model in loaded} == {size // 2}
 
 
 def test_a_head_that_should_be_tied_is_compared_in_its_own_rows(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, tie_word_embeddings=True, **SIZES)
     edit(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
-    load_checkpoint(tmp_path, ranks=ranks(2, 1))
+    load_checkpoint(tmp_path, tp=tp(2, 1))
     edit(tmp_path, lambda tensors: tensors[HEAD][-1].add_(1))
-    load_checkpoint(tmp_path, ranks=ranks(2, 0))
+    load_checkpoint(tmp_path, tp=tp(2, 0))
     with pytest.raises(ValueError, match=f"{HEAD}.*tie_word_embeddings"):
-        load_checkpoint(tmp_path, ranks=ranks(2, 1))
+        load_checkpoint(tmp_path, tp=tp(2, 1))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_uneven_splits_come_before_loading(
     raw = raw_config(family, **(SIZES | options))
     (tmp_path / "config.json").write_text(json.dumps(raw))  # and no weights, which nobody misses
     with pytest.raises(ValueError, match=message):
-        load_checkpoint(tmp_path, ranks=ranks(size))
+        load_checkpoint(tmp_path, tp=tp(size))
 
 
 @pytest.mark.parametrize(
@@ -99,11 +98,10 @@ def test_uneven_splits_come_before_loading(
         (policy("random", scope="head"), 2, "random"),
         (policy("h2o"), 4, "scope='head'"),
         (policy("adakv_ea", scope="shared", allocation="uniform"), 4, "expected_attention"),
-        (AdaptiveAlpha(), 2, "adaptive alpha"),
     ],
 )
 def test_rules_that_need_all_heads(rule: EvictionConfig, size: int, message: str) -> None:
-    model = Transformer(parse_config(raw_config("llama", **SIZES)), ranks(size))
+    model = Transformer(parse_config(raw_config("llama", **SIZES)), tp(size))
     with pytest.raises(ValueError, match=rf"{message}.*{size} ranks"):
         Decoder(model, rule, compile=False)
 
@@ -111,7 +109,7 @@ def test_rules_that_need_all_heads(rule: EvictionConfig, size: int, message: str
 def test_other_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config(raw_config("llama", **SIZES))
     with pytest.raises(ValueError, match="record: each of 2 ranks"):
-        Decoder(Transformer(config, ranks(2)), record=3)
+        Decoder(Transformer(config, tp(2)), record=3)
     with pytest.raises(ValueError, match="check_ranks has no effect"):
         Decoder(Transformer(config), check_ranks=True)
     monkeypatch.setenv("WORLD_SIZE", "two")
@@ -126,7 +124,7 @@ def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     with joined("cpu") as joining:
-        assert joining == (ALONE, torch.device("cpu"))
+        assert joining == (SINGLE_PROCESS, torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from compile_tests.parallel.cases import BY_SIZE, RULES, run
-from inertiakv.ranks import Ranks, check_agreement
-from models.parallel import joined
+from inertiakv.compiling.collectives import TensorParallel
+from inertiakv.decoding.tensor_parallel import check_agreement
+from inertiakv.models.parallel import joined
 
 PATIENCE = 300
 GONE = 7
@@ -42,13 +43,13 @@ def start(what: Callable[..., None], root: Path, size: int) -> list[int | None]:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=what, args=(root, place, size, rank)) for rank in range(size)]
-    for rank in ranks:
+    tp = [fork.Process(target=what, args=(root, place, size, rank)) for rank in range(size)]
+    for rank in tp:
         rank.start()
-    for rank in ranks:
+    for rank in tp:
         rank.join(PATIENCE)
         rank.kill()
-    return [rank.exitcode for rank in ranks]
+    return [rank.exitcode for rank in tp]
 
 
 def join(place: dict[str, str], size: int, rank: int) -> Any:
@@ -61,9 +62,9 @@ def end(root: Path, place: dict[str, str], size: int, rank: int) -> None:
     """Join and leave, and write down the group's threads, then and afterwards. Between the two comes what
     compiling imports, too."""
     assert "torch.distributed.nn" not in sys.modules
-    with join(place, size, rank) as (ranks, _):
+    with join(place, size, rank) as (tp, _):
         importlib.import_module("torch.distributed.nn")
-        ranks.sum(torch.ones(1))
+        tp.sum(torch.ones(1))
         within = threads()
     torch.save((within, threads()), root / f"ended-{rank}.pt")
 
@@ -78,23 +79,23 @@ def work(root: Path, place: dict[str, str], size: int, rank: int) -> None:
     """What a rank does."""
     begin = 0.0
     try:
-        with join(place, size, rank) as (ranks, _):
-            found: dict[str, Any] = {name: run(case, root, ranks) for name, case in BY_SIZE[size].items()}
-            found["disagreement"] = disagreement(ranks)
+        with join(place, size, rank) as (tp, _):
+            found: dict[str, Any] = {name: run(case, root, tp) for name, case in BY_SIZE[size].items()}
+            found["disagreement"] = disagreement(tp)
             torch.save(found, root / f"{size}-{rank}.pt")
-            ranks.sum(torch.ones(1))  # all have written theirs
+            tp.sum(torch.ones(1))  # all have written theirs
             if rank == 1:
                 os._exit(GONE)
             begin = time.monotonic()
-            run(RULES["the paper's"], root, ranks)
+            run(RULES["the paper's"], root, tp)
     except ConnectionError as error:
         torch.save((time.monotonic() - begin, str(error)), root / f"{size}-{rank}-lost.pt")
 
 
-def disagreement(ranks: Ranks) -> str:
+def disagreement(tp: TensorParallel) -> str:
     """What is said where the last rank has chosen another token."""
     try:
-        check_agreement(ranks, torch.tensor([5, int(ranks.rank == ranks.size - 1)]), ())
+        check_agreement(tp, torch.tensor([5, int(tp.rank == tp.size - 1)]), ())
     except RuntimeError as error:
         return str(error)
     return "nothing"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from evals import paper
+from inertiakv.evals import paper
 
 from .cells import cell, columns_of, in_paper, noted
 from .configs import INERTIAKV, changes

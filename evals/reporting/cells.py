@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evals import paper
+from inertiakv.evals import paper
 
 from .configs import named
 from .suites import Arm, Suite

@@ -7,8 +7,8 @@ import functools
 import json
 from typing import Any
 
-from evals.rules import KEPT, parse_policy
 from inertiakv import EvictionConfig, policy
+from inertiakv.evals.rules import KEPT, parse_policy
 
 Rule = dict[str, Any]
 """The fields of a config, without the budget."""

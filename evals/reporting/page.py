@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evals.paper import model_of
-from evals.statistics import RESAMPLES
+from inertiakv.evals.paper import model_of
+from inertiakv.evals.statistics import RESAMPLES
 
 from . import ablations, plots, tables
 from .figures import MISSING, available

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evals.statistics import Comparison, holm
+from inertiakv.evals.statistics import Comparison, holm
 
 from .suites import Arm, Suite
 from .table import Table

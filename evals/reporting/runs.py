@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evals.records import Record, read_records
-from evals.run_meta import read_meta
+from inertiakv.evals.records import Record, read_records
+from inertiakv.evals.run_meta import read_meta
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from evals.records import Record
-from evals.rules import label
-from evals.statistics import Comparison, Estimate, Strata, compare, estimate
+from inertiakv.evals.records import Record
+from inertiakv.evals.rules import label
+from inertiakv.evals.statistics import Comparison, Estimate, Strata, compare, estimate
 
 from .configs import Rule, named, rule
 from .runs import Run

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evals import paper
-from evals.records import Record
+from inertiakv.evals import paper
+from inertiakv.evals.records import Record
 
 from .cells import cell, columns_of, in_paper, metrics, noted
 from .configs import INERTIAKV

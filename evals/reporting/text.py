@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from evals.statistics import Comparison, Estimate
+from inertiakv.evals.statistics import Comparison, Estimate
 
 
 def percent(value: float | None) -> str:

@@ -18,16 +18,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..aggregation import Aggregation
-from ..attention import Softmax
-from ..budgets import Budgets, settle
-from ..cache import CacheShape, SlotCache, bucket
+from ..attention.dense import Softmax
+from ..cache.budgets import Budgets, settle
+from ..cache.retention import EMPTY
+from ..cache.slot_cache import CacheShape, SlotCache, bucket
 from ..config import MAX_BUDGET, EvictionConfig
-from ..eviction import EMPTY
-from ..learned import LearnedScorer
-from ..rows import Rows
-from ..steps import Method, chosen, chunk_pass, decode_pass, evicting_pass
-from ..view import CacheView, LayerView
+from ..decoding.batch import BatchState
+from ..decoding.forward import CacheView, LayerView
+from ..decoding.steps import Method, chosen, chunk_pass, decode_pass, evicting_pass
+from ..scoring.aggregation import Aggregation
+from ..scoring.learned import LearnedScorer
 
 ROOM = 256
 """Tokens, or an eighth of those held where that is more, for which a cache grows at a time."""
@@ -72,14 +72,14 @@ class DrivenConversation:
         self.layers = len(windows)
         score_dtype = torch.promote_types(self.dtype, torch.float32)
         self.aggregation = Aggregation(eviction, self.layers, score_dtype, self.device, learned)
-        self.rows = Rows(batch, self.device)
+        self.rows = BatchState(batch, self.device)
         self.cache = SlotCache(
             CacheShape(self.layers, batch, heads, bucket(length + 1), head_dim, eviction.scope),
             dtype=self.dtype,
             device=self.device,
         )
-        for table in self.cache.tables:
-            table.budget_BX.fill_(MAX_BUDGET)
+        for sets in self.cache.retention:
+            sets.budget_BX.fill_(MAX_BUDGET)
         self.turn_step = 0  # decode steps of this turn: the refresh schedule's t
         self._first_turn, self._reading = True, False  # a prompt is being read, or a turn
         self._room: float = 0  # tokens that may come before the cache has to grow
@@ -200,8 +200,8 @@ class DrivenConversation:
             filled if whole else None,
         )
         view = CacheView(cache, step)
-        for table in cache.tables:
-            table.free_BX.copy_((base_B + count_B)[:, None])
+        for sets in cache.retention:
+            sets.free_BX.copy_((base_B + count_B)[:, None])
         rows.position_B.add_(count_B)
         if self.eviction.window:  # of the last tokens, behind all padding
             real_BW = torch.cat((self._real_BW, real_BT), dim=1)
@@ -216,8 +216,8 @@ class DrivenConversation:
             budgets = Budgets(self.eviction, lengths, self.layers)
             self.rows.start(lengths, budgets.protection)
             self.rows.position_B.copy_(self.rows.prompt_B)
-            for table, of_rows in zip(self.cache.tables, budgets.tables, strict=False):
-                table.budget_BX.copy_(torch.tensor(of_rows)[:, None])
+            for sets, of_rows in zip(self.cache.retention, budgets.by_layer, strict=False):
+                sets.budget_BX.copy_(torch.tensor(of_rows)[:, None])
         self._first_turn = self._reading = False
         if self.eviction.evict_at == "prompt":
             part = self._evicting_part(self._real_BW[:, :0], slice(0, 0))
@@ -247,7 +247,7 @@ class DrivenConversation:
     def _compact(self) -> None:
         """Evict the prompt to budget, and give back the memory that it took."""
         keep_BXN = chosen(self.cache, self.method, self.rows)
-        settle(self.eviction, self.cache.tables, keep_BXN)
+        settle(self.eviction, self.cache.retention, keep_BXN)
         self._forget_queries()
         slots = self.cache.slots_for(ROOM, keep_BXN)
         if slots != self.cache.shape.slots:
@@ -273,7 +273,7 @@ class DrivenConversation:
     def _measure(self) -> None:
         """How many tokens there is room for."""
         slots = self.cache.shape.slots
-        largest = int(torch.stack([table.budget_BX.max() for table in self.cache.tables]).max())
+        largest = int(torch.stack([sets.budget_BX.max() for sets in self.cache.retention]).max())
         self._room = math.inf if largest < slots else slots - 1 - int(self.cache.most_B.max())
 
 

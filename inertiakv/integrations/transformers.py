@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..attention import Softmax, visible
-from ..cache import SlotCache
+from ..attention.dense import Softmax
+from ..attention.mask import visible
+from ..cache.retention import EMPTY
+from ..cache.slot_cache import SlotCache
 from ..config import EvictionConfig
-from ..eviction import EMPTY
-from ..learned import LearnedScorer, load_scorer
-from ..view import LayerView, Seen
+from ..decoding.forward import LayerView, Seen
+from ..scoring.learned import LearnedScorer, load_scorer
 from .checks import NAME, check_implementation, check_model, check_rule, of_evicted_layers
 from .driven import Attention, DrivenConversation
 

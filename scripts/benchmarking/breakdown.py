@@ -20,14 +20,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from inertiakv import view
-from inertiakv.graphs import Graphs
-from inertiakv.rows import Rows
-from inertiakv.steps import decode_step
-from inertiakv.table import Table
-from models.layers import MLP
-from models.moe import SparseMLP
-from models.transformer import Transformer
+from inertiakv.cache.retention import RetentionSets
+from inertiakv.compiling.graphs import Graphs
+from inertiakv.decoding import forward
+from inertiakv.decoding.batch import BatchState
+from inertiakv.decoding.steps import decode_step
+from inertiakv.models.layers import MLP
+from inertiakv.models.moe import SparseMLP
+from inertiakv.models.transformer import Transformer
 
 from . import machine, traffic
 from .machine import synchronize
@@ -42,10 +42,10 @@ METHOD = (
 )
 WARM_UP = 3
 
-_evict_one = Table.evict_one
+_evict_one = forward.evict_one
 
 
-def _evict_again(table: Table, utility_BXN: Tensor, protected_BXN: Tensor, active_B: Tensor) -> None:
+def _evict_again(table: RetentionSets, utility_BXN: Tensor, protected_BXN: Tensor, active_B: Tensor) -> None:
     """Once the slot is free the others change nothing, but that takes them as long."""
     for _ in range(1 + AGAIN):
         _evict_one(table, utility_BXN, protected_BXN, active_B)
@@ -59,14 +59,14 @@ def _no_flex_attention(q_BHTD: Tensor, *_: object) -> Tensor:
     return q_BHTD
 
 
-def _only_look(rows: Rows, hidden_BE: Tensor, *, greedy: bool) -> None:
+def _only_look(rows: BatchState, hidden_BE: Tensor, *, greedy: bool) -> None:
     rows.top_p_B.copy_(hidden_BE[:, 0])  # unused by greedy steps; or else the layers would be dead code
 
 
 PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
     "attention": (
-        (view, "dense_step", _no_dense_attention),
-        (view, "flex", _no_flex_attention),
+        (forward, "dense_step", _no_dense_attention),
+        (forward, "flex", _no_flex_attention),
     ),
     "mlp": (
         (MLP, "forward", lambda mlp, x: x),
@@ -74,9 +74,9 @@ PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
     ),
     "head_and_sampling": (
         (Transformer, "head", lambda model, hidden: hidden),
-        (Rows, "choose", _only_look),
+        (BatchState, "choose", _only_look),
     ),
-    "eviction": ((Table, "evict_one", _evict_again),),
+    "eviction": ((forward, "evict_one", _evict_again),),
 }
 """For each part, what takes the place of the functions that make it up, as far as a step calls them."""
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarking import breakdown, results
+from inertiakv.scripts.benchmarking import breakdown, results
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG_LINES = 30

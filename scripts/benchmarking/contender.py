@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from models import Transformer
+from inertiakv.models import Transformer
 
 
 @dataclass(frozen=True)

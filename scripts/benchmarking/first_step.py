@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from inertiakv.conversation import Conversation
+from inertiakv.decoding.conversation import Conversation
 
 from .ours import Ours
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inertiakv import __version__, memory
+from inertiakv import __version__
+from inertiakv.cache import memory
 
 READS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": torch.sum,

@@ -13,9 +13,9 @@ from typing import NoReturn
 import torch
 
 from inertiakv import POLICIES, EvictionConfig, policy
-from models.config import parse_dtype
-from models.parallel import place
-from models.quantize import QUANTIZED
+from inertiakv.models.config import parse_dtype
+from inertiakv.models.parallel import place
+from inertiakv.models.quantize import QUANTIZED
 
 from .rivals import RIVALS, check_rival, evicts
 from .shapes import SHAPES, shape

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from inertiakv import Decoder, EvictionConfig
-from inertiakv.cache import SlotCache
-from models import Transformer
+from inertiakv.cache.slot_cache import SlotCache
+from inertiakv.models import Transformer
 
 from .contender import CacheUse, Case, Kinds, Start
 from .machine import synchronize
@@ -116,10 +116,10 @@ class Ours:
 
 def slowest(times: list[float], model: Transformer) -> list[float]:
     """Of each time the longest that any rank of the model has."""
-    if model.ranks.size == 1:
+    if model.tp.size == 1:
         return times
     own = torch.tensor(times, dtype=torch.float64, device=model.device)
-    return model.ranks.gather(own).unflatten(0, (model.ranks.size, -1)).amax(0).tolist()
+    return model.tp.gather(own).unflatten(0, (model.tp.size, -1)).amax(0).tolist()
 
 
 def fill_instead_of_prefill(decoder: Decoder) -> None:
@@ -135,7 +135,7 @@ def fill_instead_of_prefill(decoder: Decoder) -> None:
             for row, tokens in enumerate(rows):
                 end = slots[row] + len(tokens)
                 of_row = torch.arange(positions[row], positions[row] + len(tokens), device=cache.device)
-                for table in cache.tables:
+                for table in cache.retention:
                     table.position_BXN[row, :, slots[row] : end] = of_row
                     table.free_BX[row] = end
                 first = cache.layers[0]

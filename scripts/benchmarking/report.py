@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from evals.reporting.table import aligned
+from inertiakv.evals.reporting.table import aligned
 
 Row = dict[str, str]
 

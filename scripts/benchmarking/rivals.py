@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inertiakv import EvictionConfig, memory
-from models import Transformer
-from models.checkpoint import checkpoint_views
-from models.moe import Experts
+from inertiakv import EvictionConfig
+from inertiakv.cache import memory
+from inertiakv.models import Transformer
+from inertiakv.models.checkpoint import checkpoint_views
+from inertiakv.models.moe import Experts
 
 from . import KVPRESS_PACKAGES
 from .contender import CacheUse, Case, Start

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from inertiakv import memory
-from inertiakv.ranks import ALONE, Ranks
-from models import Transformer, parse_config
-from models.quantize import make_room
+from inertiakv.cache import memory
+from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
+from inertiakv.models import Transformer, parse_config
+from inertiakv.models.quantize import make_room
 
 NOISE = 4_194_301
 """Random numbers that are made; larger tensors repeat them. A prime, so that no two rows are alike."""
@@ -140,17 +140,17 @@ def random_model(
     dtype: torch.dtype,
     device: torch.device,
     quantize: str | None = None,
-    ranks: Ranks = ALONE,
+    tp: TensorParallel = SINGLE_PROCESS,
 ) -> Transformer:
     """A model of a config.json with made-up weights, made where they stay; on several ranks each makes up its
     own, the same ones, which are no model's slices but take the same time. MemoryError where they do not
     fit."""
     with torch.device("meta"):
-        model = Transformer(parse_config(raw), ranks).to(dtype)
+        model = Transformer(parse_config(raw), tp).to(dtype)
         if quantize is not None:
             make_room(model)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    memory.require({"weights": size}, device, ranks)
+    memory.require({"weights": size}, device, tp)
     model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     noise = torch.randn(NOISE, generator=generator, device=device)

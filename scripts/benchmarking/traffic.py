@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from inertiakv.protocol import Sizes
-from models import ModelConfig, Transformer
-from models.moe import Experts
+from inertiakv.model import Sizes
+from inertiakv.models import ModelConfig, Transformer
+from inertiakv.models.moe import Experts
 
 
 def weight_bytes(model: Transformer, batch: int) -> int:

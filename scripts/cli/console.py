@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from inertiakv import StopStrings, TextStream
-from models.encoding import decode_answer
+from inertiakv.models.encoding import decode_answer
 
 
 def say(text: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models.encoding import Message, encode_chat, encode_text
+from inertiakv.models.encoding import Message, encode_chat, encode_text
 
 
 @dataclass(frozen=True)

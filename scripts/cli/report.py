@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evals.reporting.table import aligned
 from inertiakv import EvictionConfig, Generation
+from inertiakv.evals.reporting.table import aligned
 
 FEW_TOKENS = 64
 """A smaller budget than this leaves no model enough of a prompt to answer it."""

@@ -11,15 +11,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from evals.essays import Essays
-from evals.prompting import Prompting
-from evals.records import Record
-from evals.rules import KEPT, Rule, label
-from evals.run import Group
-from evals.run_meta import NAME, asked_keys, read_meta, task_label
 from inertiakv import EvictionConfig
-from models import Transformer
-from scripts.benchmarking import machine, results
+from inertiakv.evals.essays import Essays
+from inertiakv.evals.prompting import Prompting
+from inertiakv.evals.records import Record
+from inertiakv.evals.rules import KEPT, Rule, label
+from inertiakv.evals.run import Group
+from inertiakv.evals.run_meta import NAME, asked_keys, read_meta, task_label
+from inertiakv.models import Transformer
+from inertiakv.scripts.benchmarking import machine, results
 
 BINDING = ("config", "model", "template")
 """What must be the same for a run to go on."""

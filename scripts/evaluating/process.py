@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from evals.records import Record, RecordFile, read_records
-from evals.run import Evaluation, Group
-from models.parallel import check_groups, place
-from scripts.cli.console import say
+from inertiakv.evals.records import Record, RecordFile, read_records
+from inertiakv.evals.run import Evaluation, Group
+from inertiakv.models.parallel import check_groups, place
+from inertiakv.scripts.cli.console import say
 
 from . import meta
 from .progress import RecordBar, note
@@ -75,7 +75,7 @@ def run(
     evaluation.check(mine)
     with contextlib.ExitStack() as stack:
         file = None
-        if model.ranks.rank == 0:
+        if model.tp.rank == 0:
             meta.check(folder, about, resume=resume)
             folder.mkdir(parents=True, exist_ok=True)
             # Before it is described: a run that another process is at stays as that one has done so.
@@ -83,7 +83,7 @@ def run(
             for change in meta.start(folder, about, resume=resume, note=process.rank == 0):
                 note(f"note: since this run began, {change}")
         done = {record.key for record in read_records(folder)}
-        model.ranks.sum(torch.zeros(1, device=model.device))  # all have read before one writes more
+        model.tp.sum(torch.zeros(1, device=model.device))  # all have read before one writes more
         wanted = [key for group in mine for key in group.keys(evaluation.rules)]
         bar.begin(sum(key in done for key in wanted), len(wanted))
         with contextlib.closing(bar):
@@ -96,7 +96,7 @@ def run(
                 note(f"stopped: {bar.done:,} of {bar.total:,} records are in {folder}; go on with --resume")
                 raise
     records = read_records(folder)
-    if model.ranks.rank == 0:
+    if model.tp.rank == 0:
         meta.finish(folder, about, records)
     found = {record.key: record for record in records}
     asked = (key for group in groups for key in group.keys(evaluation.rules))

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from evals.records import Mean
-from evals.reporting.table import aligned
-from evals.rules import label
-from scripts.cli.console import say
+from inertiakv.evals.records import Mean
+from inertiakv.evals.reporting.table import aligned
+from inertiakv.evals.rules import label
+from inertiakv.scripts.cli.console import say
 
 EVERY = 30
 """Seconds between two lines, where there is no terminal for a bar."""

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's o
 
 from inertiakv import EvictionConfig
 from inertiakv.integrations.transformers import InertiaCache
-from models.encoding import chat_text, decode_answer, encode_chat
-from models.hub import find_folder
+from inertiakv.models.encoding import chat_text, decode_answer, encode_chat
+from inertiakv.models.hub import find_folder
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 NEW_TOKENS = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from evals.reporting.figures import draw
+from inertiakv.evals.reporting.figures import draw
 
 
 def paint_plan(file: Path, plan: dict[str, Any]) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from inertiakv.attention import choose_backend
-from models import parse_config
-from models.config import parse_dtype
-from scripts.benchmarking import results, traffic
-from scripts.benchmarking.shapes import SHAPES, shape
+from inertiakv.attention.backend import choose_backend
+from inertiakv.models import parse_config
+from inertiakv.models.config import parse_dtype
+from inertiakv.scripts.benchmarking import results, traffic
+from inertiakv.scripts.benchmarking.shapes import SHAPES, shape
 
 from .devices import Kind
 from .rank import rank_of

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
-from inertiakv import memory
-from scripts.benchmarking import machine
+from inertiakv.cache import memory
+from inertiakv.scripts.benchmarking import machine
 
 Kind = Literal["cpu", "cuda"]
 THIS = "this"

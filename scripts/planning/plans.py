@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from inertiakv import EvictionConfig, policy
-from models import ModelConfig
-from scripts.benchmarking import traffic
+from inertiakv.models import ModelConfig
+from inertiakv.scripts.benchmarking import traffic
 
 from .devices import Device
 from .rank import Rank, rank_of

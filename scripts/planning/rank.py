@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from inertiakv.ranks import Ranks
-from models import ModelConfig, Transformer
-from models.quantize import make_room
-from scripts.benchmarking import traffic
+from inertiakv.compiling.collectives import TensorParallel
+from inertiakv.models import ModelConfig, Transformer
+from inertiakv.models.quantize import make_room
+from inertiakv.scripts.benchmarking import traffic
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Rank:
 def rank_of(config: ModelConfig, dtype: torch.dtype, quantize: str | None, ranks: int) -> Rank:
     """The first of them. Raises ValueError for what cannot be split."""
     with torch.device("meta"):
-        model = Transformer(config, Ranks(size=ranks)).to(dtype)
+        model = Transformer(config, TensorParallel(size=ranks)).to(dtype)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         active = traffic.active_weights(model)
         if quantize is not None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from inertiakv import EvictionConfig
-from inertiakv.budgets import Budgets
-from inertiakv.buffers import prefill_bytes
-from inertiakv.cache import CacheShape, SlotCache, bucket
-from models import ModelConfig
+from inertiakv.cache.budgets import Budgets
+from inertiakv.cache.slot_cache import CacheShape, SlotCache, bucket
+from inertiakv.decoding.buffers import prefill_bytes
+from inertiakv.models import ModelConfig
 
 from .rank import Rank
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from scripts.benchmarking import traffic
+from inertiakv.scripts.benchmarking import traffic
 
 from .devices import Device, Kind
 from .rank import Rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from evals.reporting.table import Row, Table
+from inertiakv.evals.reporting.table import Row, Table
 
 from .plans import FULL
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inertiakv import EvictionConfig
-from inertiakv import diagnostics as dx
+from inertiakv.evals import diagnostics as dx
 
 from .runs import REFERENCE, Rules, Run
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evals.reporting.figures import draw
+from inertiakv.evals.reporting.figures import draw
 
 
 def retention(file: Path, rasters: dict[str, tuple[Tensor, Tensor]]) -> None:

@@ -11,9 +11,9 @@ import torch
 
 from inertiakv import Decoder, EvictionConfig, policy
 from inertiakv.config import MAX_BUDGET
-from inertiakv.diagnostics import RowTrace, row_trace
-from inertiakv.eviction import Limits
-from inertiakv.learned import check_file
+from inertiakv.evals.diagnostics import RowTrace, row_trace
+from inertiakv.eviction.protection import Limits
+from inertiakv.scoring.learned import check_file
 
 REFERENCE = "attention"
 """The scorer that the others are set against."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from evals.reporting.table import Table
+from inertiakv.evals.reporting.table import Table
 
 COLUMNS = {
     "raw churn": ("raw_churn", 100, 1),

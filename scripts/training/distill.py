@@ -24,10 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from inertiakv import diagnostics as dx
-from inertiakv.learned import LearnedScorer
-from models import Transformer
-from scripts.training.attention import WatchedPass, log_attention
+from inertiakv.evals import diagnostics as dx
+from inertiakv.models import Transformer
+from inertiakv.scoring.learned import LearnedScorer
+from inertiakv.scripts.training.attention import WatchedPass, log_attention
 
 KL_WEIGHT = 0.1
 RATE_INPUTS = 512

@@ -1,0 +1,198 @@
+"""What is compiled: a graph or two a buffer shape, nothing afterwards, and the same tokens as without."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compile_tests.tiny import (
+    assert_same_state,
+    conversation_state,
+    random_prompts,
+    tiny_model,
+)
+from inertiakv import Decoder, EvictionConfig, Sampling
+from inertiakv.cache.slot_cache import bucket
+from inertiakv.compiling.graphs import Graphs
+from inertiakv.models import Transformer
+
+LAZY = EvictionConfig(compression=0.7, refresh=2)
+TWO = replace(LAZY, scorer="value_norm")
+"""A graph for steps with refresh, and one for those without."""
+SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=11)
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return tiny_model(layers=3, heads=6, kv_heads=2, dtype=torch.float32)
+
+
+def addresses(decoder: Decoder) -> list[int]:
+    assert decoder.cache is not None
+    return [tensor.data_ptr() for tensor in decoder.cache.state_dict().values()]
+
+
+@pytest.fixture(scope="module")
+def compiled(model: Transformer) -> Decoder:
+    return Decoder(model, LAZY, compile=True)
+
+
+@pytest.mark.parametrize("rule, graphs", [(LAZY, 1), (TWO, 2)])
+def test_the_same_graphs_serve_requests_of_all_lengths_that_fit(
+    model: Transformer, rule: EvictionConfig, graphs: int
+) -> None:
+    compiled, seen = Decoder(model, rule, compile=True), set()
+    for lengths in ((300, 40), (120, 333), (257, 256)):
+        prompts = random_prompts(lengths)
+        out = compiled.generate(prompts, 12, eos_token_ids=[])
+        eager = Decoder(model, rule, compile=False)
+        assert out.tokens == eager.generate(prompts, 12, eos_token_ids=[]).tokens
+        for row in range(len(prompts)):
+            assert_same_state(conversation_state(compiled, row), conversation_state(eager, row), 1e-5)
+        stats = out.stats.graphs
+        assert (stats.compiled, stats.breaks, stats.recompiles) == (graphs, 0, 0)
+        seen.add(tuple(addresses(compiled)))
+    assert len(seen) == 1, "buffers moved from one request to the next"
+
+
+@pytest.mark.usefixtures("nothing_compiled_yet")
+def test_a_graph_is_traced_once_where_no_cache_knows_it() -> None:
+    decoder = Decoder(tiny_model(1, layers=2), TWO, compile=True)
+    stats = decoder.generate(random_prompts([60]), 4, eos_token_ids=[]).stats
+    assert (stats.graphs.compiled, stats.graphs.recompiles) == (2, 0)
+
+
+def test_a_shape_that_comes_back_needs_no_new_graph(model: Transformer) -> None:
+    decoder = Decoder(model, EvictionConfig(budget=20), compile=True)
+    for rows in (1, 2, 1, 2):
+        out = decoder.generate(random_prompts([60] * rows), 4, eos_token_ids=[])
+    assert (out.stats.graphs.compiled, out.stats.graphs.recompiles) == (
+        2,
+        0,
+    )  # rows 1 and 2, always refreshed
+
+
+def test_an_answer_is_not_overwritten_by_later_steps(compiled: Decoder) -> None:
+    prompts = random_prompts((300, 40))
+    first = compiled.generate(prompts, 8, eos_token_ids=[])
+    copy = [list(row) for row in first.tokens]
+    further = compiled.decode(8, eos_token_ids=[])
+    assert first.tokens == copy
+    whole = compiled.generate(prompts, 16, eos_token_ids=[])
+    assert [a + b for a, b in zip(first.tokens, further.tokens, strict=True)] == whole.tokens
+
+
+def test_sampling_is_the_same_compiled_and_eager(model: Transformer) -> None:
+    prompts = random_prompts((200, 31))
+    once = EvictionConfig(compression=0.7, refresh="once")
+    compiled = Decoder(model, once, compile=True).generate(prompts, 12, sampling=SAMPLED, eos_token_ids=[])
+    eager = Decoder(model, once, compile=False).generate(prompts, 12, sampling=SAMPLED, eos_token_ids=[])
+    assert compiled.tokens == eager.tokens
+
+
+def test_garbage_in_unused_slots_changes_nothing(compiled: Decoder) -> None:
+    prompts = random_prompts((300, 40))
+    expected = compiled.generate(prompts, 12, eos_token_ids=[]).tokens
+    compiled.generate(prompts, 6, eos_token_ids=[])
+    cache = compiled.cache
+    assert cache is not None
+    unused_B1N1 = (cache.retention[0].position_BXN < 0)[..., None]
+    for layer in cache.layers:
+        layer.k_BGND.masked_fill_(unused_B1N1, torch.nan)
+        layer.v_BGND.masked_fill_(unused_B1N1, 1e30)
+    rest = compiled.decode(6, eos_token_ids=[]).tokens
+    assert rest == [row[6:] for row in expected]
+
+    for tensor in (t for layer in cache.layers for t in (layer.k_BGND, layer.v_BGND)):
+        tensor.fill_(torch.nan)
+    assert compiled.generate(prompts, 12, eos_token_ids=[]).tokens == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads, kv_heads, windows", [(7, 1, None), (9, 3, [None, 40])])
+def test_flex_and_dense_agree_compiled(heads: int, kv_heads: int, windows: list[int | None] | None) -> None:
+    model = tiny_model(heads=heads, kv_heads=kv_heads, windows=windows, dtype=torch.float32)
+    prompts = random_prompts((300, 50, 129))
+    runs = {}
+    for attention in ("dense", "flex"):
+        decoder = Decoder(model, LAZY, compile=True, attention=attention, prefill_chunk=200)
+        runs[attention] = decoder.generate(prompts, 12, eos_token_ids=[])
+        assert runs[attention].stats.graphs.recompiles == 0
+    assert runs["dense"].tokens == runs["flex"].tokens
+    assert runs["dense"].stats.graphs.compiled == 1
+    assert runs["flex"].stats.graphs.compiled == 3  # and two lengths of prompt chunks
+
+
+def tokens_of(model: torch.nn.Module, *, compile: bool) -> list[list[int]]:
+    decoder = Decoder(model, EvictionConfig(budget=30, refresh="once"), compile=compile)
+    return decoder.generate(random_prompts((50,)), 6, eos_token_ids=[]).tokens
+
+
+@pytest.mark.slow
+def test_layers_that_are_all_unlike_can_be_compiled() -> None:
+    class Unlike(torch.nn.Module):
+        def __init__(self, layer: torch.nn.Module, index: int) -> None:
+            super().__init__()
+            self.layer, self.index = layer, index
+
+        def forward(self, x_BTE: Tensor, *args: Any) -> Tensor:
+            return self.layer(x_BTE, *args) * (1 + self.index / 8)
+
+    model = tiny_model(layers=10, dtype=torch.float32)
+    model.layers = torch.nn.ModuleList(Unlike(layer, index) for index, layer in enumerate(model.layers))
+    assert tokens_of(model, compile=True) == tokens_of(model, compile=False)
+
+
+def tie(layer: torch.nn.Module) -> None:
+    layer.mlp.up_proj.weight = layer.mlp.gate_proj.weight
+
+
+@pytest.mark.parametrize("tied", [0, 2])
+def test_a_tie_within_one_layer_alone_is_refused(tied: int) -> None:
+    model = tiny_model(layers=3, dtype=torch.float32)
+    tie(model.layers[tied])
+    message = r"mlp.gate_proj.weight and mlp.up_proj.weight as one tensor.*compile=False"
+    with pytest.raises(ValueError, match=message):
+        Decoder(model, LAZY, compile=True)
+    Decoder(model, LAZY, compile=False)
+
+
+@pytest.mark.slow
+def test_layers_may_be_tied_within_themselves_all_alike() -> None:
+    model = tiny_model(layers=3, dtype=torch.float32)
+    for layer in model.layers:
+        tie(layer)
+    assert tokens_of(model, compile=True) == tokens_of(model, compile=False)
+
+
+@pytest.mark.usefixtures("nothing_compiled_yet")
+def test_the_first_token_does_not_wait_for_the_compiler(model: Transformer) -> None:
+    compiling: list[str] = []
+    decoder = Decoder(model, TWO, compile=True, on_compile=compiling.append)
+    stream = decoder.stream(random_prompts((64,))[0], 4, eos_token_ids=[])
+    next(stream)
+    assert compiling == []
+    assert len(list(stream)) == 3
+    assert compiling == ["decode step", "refresh step"]
+
+
+def test_any_number_of_shapes_can_be_compiled() -> None:
+    def double(x: Tensor, *, times: int) -> Tensor:
+        return x * times
+
+    graphs = Graphs(enabled=True, device=torch.device("cpu"))
+    limit = torch._dynamo.config.recompile_limit
+    for size in range(1, limit + 3):
+        assert graphs.run(("double", size), double, torch.ones(size), record=False, times=2).sum() == 2 * size
+    assert (graphs.stats.compiled, graphs.stats.recompiles) == (limit + 2, 0)
+
+
+def test_buckets_hold_their_tokens_waste_an_eighth_at_most_and_are_few() -> None:
+    sizes = [bucket(tokens) for tokens in range(1, 70_000)]
+    for tokens, slots in enumerate(sizes, start=1):
+        assert slots % 128 == 0
+        assert tokens <= slots < tokens + max(128, tokens / 8 + 1)
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) < 64

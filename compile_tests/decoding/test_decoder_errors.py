@@ -1,0 +1,177 @@
+"""What users get wrong is a ValueError that says so, before any work, and harms no conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from compile_tests.tiny import (
+    Spy,
+    assert_same_state,
+    conversation_state,
+    decoder_for,
+    random_prompt,
+    tiny_model,
+)
+from inertiakv import Decoder, EvictionConfig, Sampling
+from inertiakv.cache import memory
+
+MODEL = tiny_model(17, max_positions=100)
+RULE = EvictionConfig(compression=0.5, sinks=2)
+PROMPT = random_prompt(30)
+DRAWN = Sampling(temperature=1.0, seed=[1, 2])
+
+WRONG: list[tuple[Any, int, dict[str, Any], str]] = [
+    ([], 5, {}, "batch is empty"),
+    ([[]], 5, {}, "prompt 0 has no tokens"),
+    (torch.empty(0, dtype=torch.int64), 5, {}, "prompt 0 has no tokens"),
+    ([PROMPT, []], 5, {}, "prompt 1 has no tokens"),
+    ([3, 61], 5, {}, "prompt 0 has 61"),
+    ([[1], [3, -1]], 5, {}, "prompt 1 has -1"),
+    ([[1.5]], 5, {}, "prompt 0 has 1.5"),
+    (PROMPT, 0, {}, "max_new_tokens must be at least 1, got 0"),
+    (PROMPT, -3, {}, "max_new_tokens must be at least 1, got -3"),
+    (random_prompt(101), 1, {}, "101 tokens are more than the model's 100 positions"),
+    (PROMPT, 71, {}, "at most 70 new tokens fit"),
+    (PROMPT, 5, {"sampling": DRAWN}, "2 seeds for 1 prompts"),
+    ([PROMPT] * 3, 5, {"sampling": DRAWN}, "2 seeds for 3 prompts"),
+    (PROMPT, 5, {"sampling": Sampling(temperature=1.0, seed=2**63)}, "seed"),
+    (PROMPT, 5, {"eos_token_ids": list(range(9))}, "9 end-of-sequence ids"),
+    ([PROMPT, [1, 2, 3]], 5, {}, "protect more tokens than the budget of 1"),
+]
+
+
+@pytest.mark.parametrize("prompts,new_tokens,options,match", WRONG, ids=[wrong[-1] for wrong in WRONG])
+def test_a_wrong_request_does_no_work_and_leaves_the_conversation(
+    prompts: Any, new_tokens: int, options: dict[str, Any], match: str
+) -> None:
+    spy = Spy(MODEL)
+    decoder = decoder_for(spy, RULE)
+    expected = decoder.generate(PROMPT, 20).tokens[0]
+    start = decoder.generate(PROMPT, 9).tokens[0]
+    state, calls = conversation_state(decoder), len(spy.tokens)
+    with pytest.raises(ValueError, match=match):
+        decoder.generate(prompts, new_tokens, **options)
+    with pytest.raises(ValueError, match=match):
+        next(decoder.stream(prompts, new_tokens, **options))
+    assert len(spy.tokens) == calls
+    assert_same_state(conversation_state(decoder), state)
+    assert start + decoder.decode(11).tokens[0] == expected
+
+
+@pytest.mark.parametrize(
+    "options,match",
+    [
+        ({"max_new_tokens": 0}, "at least 1"),
+        ({"max_new_tokens": 62}, "at most 61 new tokens fit"),
+        ({"max_new_tokens": 5, "sampling": DRAWN}, "2 seeds"),
+        ({"max_new_tokens": 5, "eos_token_ids": list(range(9))}, "9 end-of-sequence ids"),
+    ],
+)
+def test_a_wrong_continuation_leaves_the_conversation(options: dict[str, Any], match: str) -> None:
+    decoder = decoder_for(MODEL, RULE)
+    expected = decoder.generate(PROMPT, 20).tokens[0]
+    start = decoder.generate(PROMPT, 10).tokens[0]
+    with pytest.raises(ValueError, match=match):
+        decoder.decode(**options)
+    assert start + decoder.decode(10).tokens[0] == expected
+
+
+def test_there_is_nothing_to_go_on_with_before_a_prompt() -> None:
+    for act in (lambda d: d.decode(1), lambda d: d.extend([1]), lambda d: d.save("nowhere")):
+        with pytest.raises(ValueError, match="no conversation yet"):
+            act(decoder_for(MODEL, RULE))
+
+
+def test_the_last_position_can_be_used() -> None:
+    decoder = decoder_for(MODEL, RULE)
+    assert len(decoder.generate(PROMPT, 70).tokens[0]) == 70
+    with pytest.raises(ValueError, match="at most 1 new tokens fit"):
+        decoder.decode(2)
+
+
+@pytest.mark.parametrize(
+    "options,match",
+    [
+        ({"attention": "paged"}, "unknown attention 'paged'; choose from auto, dense, flex"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
+    ],
+)
+def test_options_of_a_decoder_that_cannot_be(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        decoder_for(MODEL, RULE, **options)
+
+
+def test_an_option_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(TypeError):
+        Decoder(MODEL, RULE, max_cache_len=100)
+    with pytest.raises(TypeError):
+        decoder_for(MODEL, RULE).generate(PROMPT, 5, max_length=100)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_uncompiled_flex_is_refused_in_low_precision(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="needs compile=True"):
+        decoder_for(tiny_model(17, dtype=dtype), RULE, attention="flex")
+
+
+def test_a_request_that_does_not_fit_into_memory_is_refused_with_an_estimate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = decoder_for(MODEL, RULE)
+    expected = decoder.generate(PROMPT, 20).tokens[0]
+    start = decoder.generate(PROMPT, 9).tokens[0]
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
+    with pytest.raises(MemoryError, match=r"needs .* GiB on cpu .*prompt cache"):
+        decoder.generate(random_prompt(90), 5)
+    monkeypatch.undo()
+    assert start + decoder.decode(11).tokens[0] == expected
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda row: row,
+        tuple,
+        torch.tensor,
+        np.array,
+        lambda row: [np.int64(token) for token in row],
+        lambda row: torch.tensor(row, dtype=torch.int32),
+    ],
+    ids=["list", "tuple", "tensor", "array", "numpy integers", "int32"],
+)
+def test_prompts_may_be_any_sequence_of_ids(convert: Any) -> None:
+    decoder = decoder_for(MODEL, RULE)
+    other = random_prompt(12, 1)
+    assert decoder.generate(convert(PROMPT), 6).tokens == decoder.generate(PROMPT, 6).tokens
+    expected = decoder.generate([PROMPT, other], 6).tokens
+    assert decoder.generate([convert(PROMPT), convert(other)], 6).tokens == expected
+    square = decoder.generate([PROMPT, PROMPT[::-1]], 6).tokens
+    assert decoder.generate(torch.tensor([PROMPT, PROMPT[::-1]]), 6).tokens == square
+
+
+def test_results_are_not_overwritten_by_what_comes_later() -> None:
+    decoder = decoder_for(MODEL, RULE)
+    out = decoder.generate(PROMPT, 9)
+    tokens, sequence, kept = list(out.tokens[0]), list(out.stats.sequence_tokens), out.stats.refreshes
+    decoder.extend(random_prompt(9, 1))
+    decoder.decode(5)
+    decoder.generate(random_prompt(50), 5)
+    assert (out.tokens[0], out.stats.sequence_tokens, out.stats.refreshes) == (tokens, sequence, kept)
+
+
+def test_a_draft_stays_within_the_models_positions() -> None:
+    spy = Spy(tiny_model(17, max_positions=64))
+    decoder = decoder_for(spy, EvictionConfig(budget=12, draft=20))
+    decoder.generate(random_prompt(43), 3)
+    assert max(max(map(max, positions)) for positions in spy.positions) == 63
+    with pytest.raises(ValueError, match="44 tokens and 21 for a draft exceed the model's 64 positions by 1"):
+        decoder.generate(random_prompt(44), 3)
+    decoder.generate(random_prompt(20), 3)
+    with pytest.raises(ValueError, match="46 tokens and 20 for a draft exceed the model's 64 positions by 2"):
+        decoder.extend(random_prompt(23, 1), max_new_tokens=3)
+    within = decoder_for(tiny_model(17, max_positions=64), EvictionConfig(budget=60, draft=20))
+    assert len(within.generate(random_prompt(50), 3, eos_token_ids=[]).tokens[0]) == 3

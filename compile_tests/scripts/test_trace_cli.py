@@ -1,0 +1,521 @@
+"""`scripts/trace.py`: its numbers, tables and views of hand-made runs, and all of it on a tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compile_tests.tiny import row_state
+from compile_tests.tiny_chat import BOS, EOS, set_eos, tiny_chat, tiny_tokenizer
+from inertiakv import Decoder, EvictionConfig
+from inertiakv.evals.diagnostics import RowTrace, cached_sets, retained_sets
+from inertiakv.evals.reporting import figures
+from inertiakv.models import load_model
+from inertiakv.scoring.learned import LearnedScorer, save_scorer
+from inertiakv.scripts import decode, trace
+from inertiakv.scripts.tracing import analysis, plots, tables, text_view
+from inertiakv.scripts.tracing.runs import Run, choose_rules, record, record_evicting, same_steps
+from inertiakv.scripts.tracing.text_view import LEVELS, Token, View
+
+TEXT = "The keeper counts the ships that pass, and writes down every one of them. " * 3
+TOKENIZER = tiny_tokenizer()
+NAN = math.nan
+
+
+def row(utilities: list[list[float]], newest: list[int], tokens: list[int], budget: int = 2) -> Run:
+    """A run with these utilities, step by step; NaN where a token is not there."""
+    utility_TP = torch.tensor(utilities)
+    present_TP = ~utility_TP.isnan()
+    made = RowTrace(
+        utility_TP, utility_TP[:, None] * NAN, present_TP, present_TP & False, torch.tensor(newest)
+    )
+    return Run(EvictionConfig(budget=budget), budget, tokens, made)
+
+
+# Rules and runs
+# ----------------------------------------------------------------------------------------------------------
+
+
+def test_rules_have_names_and_the_same_one_runs_once() -> None:
+    names = ["inertiakv", "single"], [], ["layer_temporal", "temporal"], ["0.5"]
+    rules = choose_rules(*names, {"budget": 9})
+    assert rules.labelled == {
+        "inertiakv": EvictionConfig(budget=9),
+        "single": EvictionConfig(budget=9, aggregation="single"),
+        "coupling layer_temporal": EvictionConfig(budget=9),
+        "coupling temporal": EvictionConfig(budget=9, coupling="temporal"),
+        "step_alpha 0.5": EvictionConfig(budget=9, step_alpha=0.5),
+    }
+    assert list(rules.distinct) == ["inertiakv", "single", "coupling temporal", "step_alpha 0.5"]
+
+
+def test_scorers_are_set_against_attention() -> None:
+    rules = choose_rules([], ["keydiff"], [], [], {})
+    assert list(rules.scorers) == ["attention", "keydiff"]
+    assert list(rules.distinct) == ["scorer attention", "scorer keydiff"]
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        ((["full"], [], [], []), "'full' cannot be traced"),
+        ((["inertiakv", "tova"], [], [], []), "'tova' cannot be traced: only rules that score, for one"),
+        ((["streaming_llm"], [], [], []), "'streaming_llm' cannot be traced"),
+        ((["nonsense"], [], [], []), "unknown policy 'nonsense'"),
+        (([], [], ["nonsense"], []), "unknown coupling 'nonsense'"),
+        (([], [], [], ["x"]), "--step-alphas are numbers, got 'x'"),
+        (([], [], [], ["1"]), r"step_alpha must be a number in \[0, 1\), got 1.0"),
+        (([], ["learned"], [], []), "give --scorer-file"),
+        (([], [], [], []), "no rule to trace"),
+    ],
+)
+def test_rules_that_cannot_be(names: tuple[list[str], ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_rules(*names, {})
+
+
+def test_the_file_of_the_learned_scorer(tmp_path: Path) -> None:
+    file = tmp_path / "scorer.safetensors"
+    with pytest.raises(ValueError, match=r"no learned scorer at .*scorer.safetensors"):
+        choose_rules([], ["learned"], [], [], {}, file)
+    file.touch()
+    with pytest.raises(ValueError, match="--scorer-file has no effect"):
+        choose_rules([], ["keydiff"], [], [], {}, file)
+    rules = choose_rules([], ["learned"], [], [], {}, file)
+    assert rules.scorers["learned"] == EvictionConfig(scorer="learned", scorer_file=str(file))
+
+
+def test_runs_are_compared_while_they_feed_the_same_tokens() -> None:
+    steps = [[1.0, 1.0, NAN, NAN], [1.0, 1.0, 1.0, NAN], [1.0, 1.0, 1.0, 1.0]]
+    a = row(steps, [1, 2, 3], tokens=[5, 6, 7, 8])
+    b = row(steps, [1, 2, 3], tokens=[5, 6, 9, 9])
+    assert [run.trace.steps for run in same_steps([a, a])] == [3, 3]
+    cut = same_steps([a, b])
+    assert [run.trace.steps for run in cut] == [2, 2]
+    assert cut[0].trace.utility_TP.shape == (2, 3)
+    # The last token of an answer is not fed.
+    assert same_steps([a, row(steps, [1, 2, 3], tokens=[5, 6, 7, 1])])[0].trace.steps == 3
+
+
+# Numbers and tables
+# ----------------------------------------------------------------------------------------------------------
+
+
+def test_means_over_prompts_leave_out_what_is_not_defined() -> None:
+    first: dict[str, Any] = {"a": 1.0, "b": {"c": [1.0, NAN]}, "d": NAN}
+    second: dict[str, Any] = {"a": 2.0, "b": {"c": [3.0, 4.0]}, "d": NAN}
+    mean = analysis.average([first, second])
+    assert mean["a"] == 1.5
+    assert mean["b"] == {"c": [2.0, 4.0]}
+    assert math.isnan(mean["d"])
+    assert analysis.plain(mean) == {"a": 1.5, "b": {"c": [2.0, 4.0]}, "d": None}
+    assert json.dumps(analysis.plain([math.inf, 1 / 3, "x", 3])) == '[null, 0.333333, "x", 3]'
+
+
+STATISTICS = {
+    "raw_churn": 0.34,
+    "ema_churn": 0.08,
+    "raw_ema_jaccard": 0.5,
+    "raw_evicted": 0.25,
+    "at_most_one_change": 0.75,
+    "boundary_margin": 0.0021,
+    "score_entropy": NAN,
+    "rank_changes": 0.1,
+}
+
+
+def test_table_of_stability() -> None:
+    table = tables.stability({"inertiakv": STATISTICS})
+    cells = ["inertiakv", "34.0", "8.0", "0.500", "25.0", "75.0", "0.0021", "-", "10.0"]
+    assert table.rows == [cells]
+    title, head, line = table.text().splitlines()
+    assert title == "Stability of the sets"
+    assert re.split(" {2,}", head) == table.head
+    assert line.split() == cells
+    assert len(head) == len(line)
+    assert f"| {' | '.join(cells)} |" in table.markdown().splitlines()
+
+
+def test_other_tables() -> None:
+    spectrum = {
+        "attention": {"spearman": [1.0, 1.0], "jaccard": [1.0, 1.0]},
+        "keydiff": {"spearman": [0.5, NAN], "jaccard": [0.25, 0.75]},
+    }
+    pairs = {"attention": {"attention": 1.0, "keydiff": 0.5}, "keydiff": {"attention": 0.5, "keydiff": 1.0}}
+    mean = {
+        "rules": {"inertiakv": STATISTICS},
+        "layers": {"inertiakv": {"margin_share": [0.25, 0.7, 0.05], "decided": [0.1, 0.6, 0.0]}},
+        "spectrum": spectrum,
+        "jaccard": {"layers": pairs, "ema": {a: dict.fromkeys(pairs, 0.125) for a in pairs}},
+    }
+    _, correlation, matrix, layers = tables.tables(mean)
+    assert correlation.rows == [
+        ["0", "1.000 / 1.000", "0.500 / 0.250"],
+        ["1", "1.000 / 1.000", "- / 0.750"],
+        ["mean", "1.000 / 1.000", "0.500 / 0.500"],
+    ]
+    assert matrix.rows[0] == ["attention", "1.000 / 0.125", "0.500 / 0.125"]
+    assert layers.rows == [["0", "25.0 / 10.0"], ["1", "70.0 / 60.0"], ["before", "5.0 / 0.0"]]
+    assert [t.title for t in tables.tables(mean | {"spectrum": {}})] == [
+        "Stability of the sets",
+        "Which vote decides",
+    ]
+
+
+# Texts
+# ----------------------------------------------------------------------------------------------------------
+
+printable = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t"), max_size=20)
+
+
+@given(printable)
+def test_pieces_of_a_text_make_the_text(text: str) -> None:
+    ids = TOKENIZER(text, add_special_tokens=False).input_ids
+    texts = text_view.pieces(TOKENIZER, ids)
+    assert len(texts) == len(ids)
+    assert "".join(texts) == text
+
+
+def test_special_tokens_are_shown_and_control_characters_cannot_act() -> None:
+    ids = [*TOKENIZER("é\x1b[31m").input_ids, TOKENIZER.eos_token_id]
+    assert text_view.pieces(TOKENIZER, ids) == [BOS, "", "é", "␛", "[", "3", "1", "m", EOS]
+    broken = [TOKENIZER("é", add_special_tokens=False).input_ids[0], TOKENIZER.eos_token_id]
+    assert text_view.pieces(TOKENIZER, broken) == ["\N{REPLACEMENT CHARACTER}", EOS]
+
+
+def view(*tokens: tuple[str, float, int | None], title: str = "prompt 1, single") -> View:
+    return View(title, [Token(*token) for token in tokens])
+
+
+def test_levels_are_ranks_and_equals_are_alike() -> None:
+    one = view(("a", 0.0, None), ("b", 900.0, None), ("c", 0.0, 1), ("d", NAN, 0))
+    low, high, same, never = one.levels
+    assert never < low == same < high < LEVELS
+    many = View("", [Token("x", float(n), None) for n in range(5 * LEVELS)])
+    assert many.levels == [n // 5 for n in range(5 * LEVELS)]
+
+
+class Page(HTMLParser):
+    """The text of a page, and of each token what it says about itself."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.tokens: list[dict[str, str | None]] = []
+        self.within: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.within.append(tag)
+        if tag == "span" and "pre" in self.within:
+            self.tokens.append(dict(attrs))
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.within and self.within.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self.within:
+            where = "pre" if "pre" in self.within else self.within[-1]
+            self.texts.setdefault(where, []).append(data)
+
+
+HOSTILE = "</pre><script>alert('\"&amp;')</script> {0} %s"
+
+
+def test_page_shows_any_text_as_it_is() -> None:
+    page = text_view.page(
+        [view(("\n", 1.0, None), (HOSTILE, 0.5, 3), ("&lt;", 2.0, None), title="<b>'x'</b>, single")]
+    )
+    parsed = Page(page)
+    assert "".join(parsed.texts["pre"]) == "\n\n" + HOSTILE + "&lt;"  # the first break is the tag's
+    assert parsed.texts["h2"] == ["<b>'x'</b>, single: 2 of 3 tokens are kept"]
+    assert not {"script", "b", "link", "img"} & set(parsed.tags)
+    assert "http" not in page, "nothing is fetched from elsewhere"
+    first, struck, last = parsed.tokens
+    assert first == {"class": f"u{LEVELS // 3}", "title": "position 0, utility 1"}
+    assert struck == {"class": "u0 e", "title": "position 1, utility 0.5, evicted at step 3"}
+    assert last["class"] == f"u{LEVELS * 2 // 3}"
+
+
+@given(printable)
+def test_no_text_gets_out_of_its_place(text: str) -> None:
+    parsed = Page(text_view.page([view((text, 0.0, None), ("end", 1.0, 2), title=text)]))
+    assert "".join(parsed.texts["pre"]) == f"\n{text}end"
+    assert len(parsed.tokens) == 2
+
+
+def test_terminal_without_colours_has_numbers_instead() -> None:
+    one = view(("Two ", 3.0, None), ("of ", 0.0, 1), ("four", 1.0, 9), (" \n", 2.0, None), ("!", 4.0, None))
+    text = text_view.terminal(one, colour=False)
+    assert text == "prompt 1, single: 3 of 5 tokens are kept\nTwo [2 evicted] \n!"
+
+
+def test_terminal_with_colours() -> None:
+    one = view(("a", 3.0, None), ("b", 0.0, 1), ("c\n", 0.0, 1), ("d", 3.0, None))
+    text = text_view.terminal(one, colour=True)
+    assert re.sub(r"\x1b\[[\d;]*m", "", text).endswith("kept\nabc\nd")
+    assert "\x1b[2;9mbc\x1b[0m\n" in text, "no colour runs over the end of a line"
+    assert re.search(r"\x1b\[97;48;5;\d+ma\x1b\[0m", text)
+    assert text.endswith("\x1b[0m")
+
+
+def test_colours_are_for_terminals_of_users_who_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert text_view.in_colour(Terminal())
+    assert not text_view.in_colour(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not text_view.in_colour(Terminal())
+    monkeypatch.setenv("NO_COLOR", "")
+    assert text_view.in_colour(Terminal())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not text_view.in_colour(Terminal())
+
+
+def test_view_tells_when_each_token_went_and_its_last_utility() -> None:
+    prompt = TOKENIZER("abc", add_special_tokens=False).input_ids
+    answer = TOKENIZER("xyz", add_special_tokens=False).input_ids
+    run = row(
+        [
+            [
+                NAN,
+                5.0,
+                1.0,
+                3.0,
+                NAN,
+            ],  # the first one went before that; now the 1.0 goes
+            [NAN, 4.0, NAN, 2.0, 3.0],
+        ],
+        newest=[3, 4],
+        tokens=answer,
+    )
+    first, *others = trace.view_of("title", TOKENIZER, prompt, run).tokens
+    assert (first.text, first.gone, math.isnan(first.utility)) == ("a", 0, True)
+    assert others == [Token("b", 4.0, None), Token("c", 1.0, 1), Token("x", 2.0, 2), Token("y", 3.0, None)]
+
+
+# Pictures
+# ----------------------------------------------------------------------------------------------------------
+
+
+def test_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    utility_TP = torch.tensor([[1.0, 2.0, NAN], [NAN, 2.0, 1.0]])
+    plots.retention(tmp_path / "retention.png", {"single": (utility_TP, ~utility_TP.isnan())})
+    line = {"step": [2, 3], "churn": [0.5, 0.0]}
+    plots.churn(tmp_path / "churn.png", {"a": {"raw": line, "ema": line}, "b": {"raw": line, "ema": line}})
+    plots.matrix(tmp_path / "jaccard.png", {"a": {"a": 1.0, "b": 0.5}, "b": {"a": 0.5, "b": 1.0}})
+    for name in ("retention", "churn", "jaccard"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+# The program
+# ----------------------------------------------------------------------------------------------------------
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_chat(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def cli(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    def run(*argv: object, model: Path = folder) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = trace.main([*map(str, argv), "--model", str(model)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (("--steps", 1), "--steps must be at least 2, got 1"),
+        (("--show", "--json"), "--show has no effect with --json, which prints one object"),
+        (("--policies", "none"), "no rule to trace"),
+        (("--policies", "none", "--couplings", "layer", "--show"), "--show shows what policies keep"),
+        (("--policies", "lazy5"), "unknown policy 'lazy5'"),
+        (("--policies", "h2o"), "'h2o' cannot be traced"),
+        (("--scorer-file", "x.safetensors"), "--scorer-file has no effect"),
+        (("--compression", 1), "compression must be a number in [0, 1), got 1"),
+        (("--budget", 5, "--compression", 0.5), "give compression (0.5) or budget (5), not both"),
+        (("--device", "cuda:99"), "device 'cuda:99' cannot be used"),
+        (("--prompt-file", "x"), "one prompt source at a time"),
+    ],
+)
+def test_errors_come_before_the_model(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, argv: tuple[object, ...], message: str
+) -> None:
+    monkeypatch.setattr(decode, "load_model", lambda *_, **__: pytest.fail("loaded the model"))
+    code, out, err = cli("--prompt", TEXT, "--scorers", "none", "--couplings", "none", *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_a_file_is_no_folder(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for out in (file, tmp_path / "missing" / "out"):
+        code, _, err = cli("--prompt", TEXT, "--scorers", "none", "--out", out)
+        assert code == 2
+        assert str(out) in err
+    assert file.read_text() == "mine"
+
+
+def test_everything(cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts, all kinds of rules, all files."""
+    sizes, scorer = load_model(str(folder))[0].config, tmp_path / "scorer.safetensors"
+    save_scorer(scorer, LearnedScorer(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim), {})
+    monkeypatch.setattr(figures, "available", lambda: False)
+    questions = tmp_path / "questions.jsonl"
+    lines = [TEXT, TEXT[:90] + " <b>&amp;"]
+    questions.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
+    code, out, err = cli(
+        *("--prompts-jsonl", questions, "--steps", 6, "--policies", "inertiakv,lazy4"),
+        *("--scorers", "keydiff,random,learned", "--scorer-file", scorer, "--step-alphas", "0,0.8"),
+        *("--couplings", "layer_temporal,temporal", "--out", tmp_path / "out", "--json"),
+    )
+    assert code == 0, err
+    report = json.loads(out)
+    assert json.loads((tmp_path / "out" / "trace.json").read_text()) == report
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["tables.md", "text.html", "trace.json"]
+    assert figures.MISSING in err
+    assert [prompt["steps"] for prompt in report["prompts"]] == [6, 6]
+    tokens = len(f"[user]{TEXT}[assistant]") + 2
+    assert report["prompts"][0]["tokens"] == tokens
+    assert report["prompts"][0]["budget"] == tokens // 10
+    assert list(report["rules"]) == [
+        *("inertiakv", "lazy4", "coupling layer_temporal", "coupling temporal"),
+        *("step_alpha 0", "step_alpha 0.8"),
+        *("scorer attention", "scorer keydiff", "scorer random", "scorer learned"),
+    ]
+    mean = report["mean"]
+    assert mean["rules"]["inertiakv"] == mean["rules"]["scorer attention"]
+    assert mean["rules"]["inertiakv"] != mean["rules"]["coupling temporal"]
+    assert mean["rules"]["step_alpha 0.8"]["ema_churn"] < mean["rules"]["step_alpha 0"]["ema_churn"]
+    assert mean["jaccard"]["layers"]["attention"]["attention"] == 1
+    assert mean["spectrum"]["attention"]["spearman"] == [1] * len(mean["spectrum"]["attention"]["spearman"])
+    assert abs(mean["spectrum"]["random"]["spearman"][0]) < 0.5
+    assert sum(mean["layers"]["inertiakv"]["margin_share"]) == pytest.approx(1, abs=1e-4)
+    churn = report["prompts"][0]["churn"]
+    assert churn["inertiakv"]["raw"]["step"] == churn["lazy4"]["ema"]["step"] == [2, 3, 4, 5, 6]
+    assert churn["lazy4"]["raw"]["step"] == [5]
+    page = Page((tmp_path / "out" / "text.html").read_text(encoding="utf-8"))
+    assert len(page.texts["h2"]) == 4
+    assert page.texts["h2"][0] == f"prompt 1, inertiakv: {tokens // 10} of {tokens + 6} tokens are kept"
+    assert lines[1] in "".join(page.texts["pre"])
+    made = (tmp_path / "out" / "tables.md").read_text()
+    assert "| inertiakv |" in made
+    assert f"* `{report['command']}`\n" in made
+    assert f"* prompts of {tokens:,} tokens, B = {tokens // 10}, 6 steps; " in made
+
+
+def test_tables_and_texts_go_to_stdout(cli: Cli) -> None:
+    code, out, err = cli(
+        *("--prompt", TEXT, "--steps", 4, "--budget", 20, "--policies", "single"),
+        *("--scorers", "none", "--couplings", "none", "--show"),
+    )
+    assert code == 0, err
+    assert out.startswith("Stability of the sets\nrule ")
+    assert "\nWhich vote decides\n" in out
+    assert "Correlation" not in out
+    assert re.search(r"^prompt 1, single: 20 of \d+ tokens are kept$", out, re.MULTILINE)
+    assert " evicted]" in out
+    assert "\x1b" not in out
+    assert "loading" in err
+
+
+def test_an_answer_may_end_sooner(cli: Cli, tmp_path: Path) -> None:
+    other = tiny_chat(tmp_path / "model")
+    argv = (
+        "--prompt",
+        TEXT,
+        "--policies",
+        "none",
+        "--scorers",
+        "none",
+        "--couplings",
+        "layer",
+        "--steps",
+        12,
+    )
+    (whole,) = json.loads(cli(*argv, "--json", model=other)[1])["prompts"]
+    answer = whole["answer"]
+    assert (len(answer), whole["steps"]) == (13, 12)
+    end = next(token for token in answer if answer.index(token) >= 2)
+    set_eos(other, end)
+    (cut,) = json.loads(cli(*argv, "--json", model=other)[1])["prompts"]
+    assert cut["steps"] == answer.index(end), "the token that ends an answer is not fed"
+    (on,) = json.loads(cli(*argv, "--json", "--ignore-eos", model=other)[1])["prompts"]
+    assert on == whole
+    for steps in (0, 1):
+        set_eos(other, answer[steps])
+        code, out, err = cli(*argv, model=other)
+        assert (code, out) == (2, "")
+        assert f"is over after {answer.index(answer[steps])} steps, and a change takes 2" in err
+
+
+RULES = {
+    "ema": EvictionConfig(budget=10),
+    "lazy, protected": EvictionConfig(budget=10, refresh=3, sinks=1, recent=0.2),
+    "reserve": EvictionConfig(budget=10, reserve=0.5),
+    "protected prompt": EvictionConfig(budget=3, scorer="random", aggregation="single", protect_prompt=True),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_sets_are_what_the_cache_holds(folder: Path, rule: EvictionConfig) -> None:
+    """Of 8 steps, of which the first one evicts the prompt unless all of it is kept."""
+    model, _ = load_model(str(folder), dtype="float64")
+    source = Decoder(model, None, compile=False)
+    source.prefill(list(range(40, 80)), max_new_tokens=9)
+    shadow = record(source, rule, 8, [], compile=False)
+    assert shadow.trace.present_TP.sum(-1).tolist() == list(range(41, 49))
+    run = record_evicting(source, shadow, 8, [], compile=False)
+    assert run.trace.newest_T.tolist() == list(range(40, 48))
+    kept_TP = cached_sets(run.trace, run.budget)
+    assert kept_TP.sum(-1).tolist() == [min(run.budget, 41 + step) for step in range(8)]
+    assert torch.equal(kept_TP, retained_sets(run.trace, run.budget))
+    assert torch.equal(kept_TP[0], retained_sets(shadow.trace, run.budget)[0])
+
+    again = Decoder(model, rule, compile=False)
+    for steps in (1, 8):
+        again.take_prompt(source)
+        again.decode(steps + 1, eos_token_ids=[])
+        assert kept_TP[steps - 1].nonzero()[:, 0].tolist() == row_state(again.cache).kept
+
+
+def test_an_answer_may_end_with_the_first_step(folder: Path) -> None:
+    """With the budget it may be another answer than without."""
+    model, _ = load_model(str(folder))
+    source = Decoder(model, None, compile=False)
+    source.prefill(list(range(40, 80)), max_new_tokens=9)
+    shadow = record(source, EvictionConfig(budget=10), 8, [], compile=False)
+    end = shadow.tokens[1]
+    assert end != shadow.tokens[0]
+    run = record_evicting(source, shadow, 8, [end], compile=False)
+    assert run.tokens == shadow.tokens[:2]
+    assert run.trace.steps == 1
+    assert cached_sets(run.trace, run.budget).sum() == 10

@@ -1,0 +1,224 @@
+"""Attention by matrix products and softmax over the slots.
+
+Shape letters: B batch, T query tokens, H query heads, G KV heads, R query heads a KV head (H = G * R), X
+retention sets (1, or one for each KV head), N slots, D head dim, C splits of the slots, M slots in each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from ..compiling.cpu import materialize
+from .mask import visible
+
+
+class Softmax(NamedTuple):
+    """What the softmax of some models has beside a scale. It is dense, in float32 or wider."""
+
+    softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap)."""
+    sink_H: Tensor | None = None
+    """A logit that belongs to no token."""
+
+
+SPLITS = 8
+"""Parts of the slots that a compiled step attends to side by side."""
+
+FEW_QUERIES = 32
+"""Queries whose logits over thousands of slots fit into a core's cache."""
+
+QUERY_BLOCK = 256
+"""Queries that dense prefill masks at a time: a [T, N] mask is never made whole."""
+
+
+def dense_step(
+    q_BHD: Tensor, k_BGND: Tensor, v_BGND: Tensor, visible_BXN: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query a row: the output [B, H, D] and the weights [B, G, R, N] that made it."""
+    if not torch.compiler.is_compiling() and k_BGND.device.type == "cpu" and len(q_BHD) > 1:
+        # Row by row: a whole batch's K and V in float32 take longer to be given memory than to be used.
+        rows = zip(*(x.split(1) for x in (q_BHD, k_BGND, v_BGND, visible_BXN)), strict=True)
+        outs, weights = zip(*(dense_step(q, k, v, seen, scale) for q, k, v, seen in rows), strict=True)
+        return torch.cat(outs), torch.cat(weights)
+    mass_BGRN, total_BGR1 = _masses(q_BHD, k_BGND, visible_BXN, scale)
+    if _fuses(k_BGND):
+        mass_BGRCM = mass_BGRN.unflatten(-1, (SPLITS, -1))
+        v_BGCMD = v_BGND.unflatten(2, (SPLITS, -1)).to(mass_BGRN.dtype)
+        out_BGRD = torch.stack(
+            [(w_BGCM[..., None] * v_BGCMD).sum(-2).sum(2) for w_BGCM in mass_BGRCM.unbind(2)], dim=2
+        )
+    else:
+        out_BGRD = torch.matmul(mass_BGRN, v_BGND.to(mass_BGRN.dtype))
+    return (out_BGRD / total_BGR1).flatten(1, 2).to(q_BHD.dtype), mass_BGRN / total_BGR1
+
+
+def dense_weights(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) -> Tensor:
+    """One query's softmax over the visible slots, [B, G, R, N], in float32 or wider; zeros where it sees
+    none."""
+    mass_BGRN, total_BGR1 = _masses(q_BHD, k_BGND, visible_BXN, scale)
+    return mass_BGRN / total_BGR1
+
+
+def observed(
+    q_BHTD: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
+    visible_BXTN: Tensor,
+    scale: float,
+    softmax: Softmax | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of several queries a row, [B, H, T, D], and its weights [B, G, R * T, N], as if every query
+    had heads of its own. In float32 or wider, row by row."""
+    softcap, sink_H = Softmax() if softmax is None else softmax
+    accurate = torch.promote_types(q_BHTD.dtype, torch.float32)
+    outs, weights = [], []
+    for q_HTD, k_GND, v_GND, seen_XTN in zip(q_BHTD, k_BGND, v_BGND, visible_BXTN, strict=True):
+        q_GRTD = q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate)
+        logits_GRTN = torch.matmul(q_GRTD, k_GND.to(accurate).mT[:, None]) * scale
+        if softcap is not None:
+            logits_GRTN = softcap * torch.tanh(logits_GRTN / softcap)
+        logits_GRTN = torch.where(seen_XTN[:, None], logits_GRTN, -torch.inf)
+        if sink_H is not None:
+            sink_GRT1 = sink_H.view(len(k_GND), -1, 1, 1).to(accurate).expand(*logits_GRTN.shape[:3], 1)
+            logits_GRTN = torch.cat((logits_GRTN, sink_GRT1), dim=-1)
+        weights_GRTN = logits_GRTN.softmax(-1)[..., : k_GND.shape[1]]
+        weights_GRTN = torch.where(seen_XTN.any(-1)[:, None, :, None], weights_GRTN, 0.0)
+        outs.append(torch.matmul(weights_GRTN, v_GND.to(accurate)[:, None]).flatten(0, 1))
+        weights.append(weights_GRTN.flatten(1, 2))
+    return torch.stack(outs).to(q_BHTD.dtype), torch.stack(weights)
+
+
+def most_attention(
+    q_BHTD: Tensor, k_BGND: Tensor, position_BXN: Tensor, query_BT: Tensor, window: int | None, scale: float
+) -> Tensor:
+    """The most that any query of any head of a KV head pays to each token, [B, G, N], softmax over what the
+    query sees of these tokens. In float32 or wider, row by row and a few queries at a time, whose logits stay
+    in a core's cache."""
+    accurate = torch.promote_types(q_BHTD.dtype, torch.float32)
+    most_BGN = []
+    for q_HTD, k_GND, position_XN, query_T in zip(q_BHTD, k_BGND, position_BXN, query_BT, strict=True):
+        q_GRTD, k_G1DN = (
+            q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate) * scale,
+            k_GND.to(accurate).mT[:, None],
+        )
+        most_GN = k_G1DN.new_full(k_GND.shape[:2], -torch.inf)
+        for q_GRtD, query_t in zip(q_GRTD.split(FEW_QUERIES, 2), query_T.split(FEW_QUERIES), strict=True):
+            hidden_XtN = ~visible(position_XN[None], query_t[None], window)[0]
+            logits_GRtN = torch.matmul(q_GRtD, k_G1DN).masked_fill_(hidden_XtN[:, None], -torch.inf)
+            lse_GRt1 = logits_GRtN.logsumexp(-1, keepdim=True)
+            lse_GRt1 = lse_GRt1.masked_fill(lse_GRt1 == -torch.inf, torch.inf)
+            most_GN = torch.maximum(most_GN, logits_GRtN.sub_(lse_GRt1).amax((1, 2)))
+        most_BGN.append(most_GN.exp())
+    return torch.stack(most_BGN)
+
+
+def dense_chunk(
+    q_BHTD: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
+    position_BXN: Tensor,
+    query_BT: Tensor,
+    window: int | None,
+    scale: float,
+    end_slot: int,
+    start_slot: int | None = None,
+    softmax: Softmax | None = None,
+) -> Tensor:
+    """Attention of a chunk of queries, [B, H, T, D].
+
+    The chunk's own tokens must lie in order in the slots before `end_slot` (in the row where they reach
+    furthest). `start_slot`: given where they begin at the same slot in every row, and all slots before it
+    hold tokens that are older.
+    """
+    plain = window is None and softmax is None
+    if start_slot is not None and plain and q_BHTD.device.type == "cpu":
+        out_BHTD = _unmasked_chunk(q_BHTD, k_BGND, v_BGND, scale, start_slot)
+    else:
+        seen = (position_BXN, query_BT, window)
+        out_BHTD = _masked_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, end_slot, softmax)
+    return torch.where((query_BT >= 0)[:, None, :, None], out_BHTD, 0.0)
+
+
+def _unmasked_chunk(q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, scale: float, start_slot: int) -> Tensor:
+    """Attention of a chunk to the older tokens, all of them, and to its own, in order: on CPUs a mask would
+    take up to half of the time. The two parts meet by their log-sum-exps."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    own = slice(start_slot, start_slot + q_BHTD.shape[2])
+    out_BHTD, lse_BHT = flash(q_BHTD, k_BGND[:, :, own], v_BGND[:, :, own], is_causal=True, scale=scale)
+    if start_slot == 0:
+        return out_BHTD
+    old_BHTD, old_lse_BHT = flash(q_BHTD, k_BGND[:, :, :start_slot], v_BGND[:, :, :start_slot], scale=scale)
+    share_BHT1 = torch.sigmoid(old_lse_BHT - lse_BHT)[..., None]
+    accurate = share_BHT1.dtype
+    return torch.lerp(out_BHTD.to(accurate), old_BHTD.to(accurate), share_BHT1).to(q_BHTD.dtype)
+
+
+def _masked_chunk(
+    q_BHTD: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
+    position_BXN: Tensor,
+    query_BT: Tensor,
+    window: int | None,
+    scale: float,
+    end_slot: int,
+    softmax: Softmax | None,
+) -> Tensor:
+    """Attention of a chunk under the mask rule, a block of queries at a time; a block leaves out the slots of
+    the tokens that come after it."""
+    total, slots = q_BHTD.shape[2], k_BGND.shape[2]
+    blocks = []
+    for start in range(0, total, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, total)
+        keys = min(slots, end_slot - (total - end))
+        seen_BXTN = visible(position_BXN[..., :keys], query_BT[:, start:end], window)
+        qkv = (q_BHTD[:, :, start:end], k_BGND[:, :, :keys], v_BGND[:, :, :keys])
+        if softmax is not None:
+            blocks.append(observed(*qkv, seen_BXTN, scale, softmax)[0])
+            continue
+        if seen_BXTN.shape[1] > 1:
+            seen_BXTN = seen_BXTN.repeat_interleave(q_BHTD.shape[1] // k_BGND.shape[1], dim=1)
+        blocks.append(F.scaled_dot_product_attention(*qkv, attn_mask=seen_BXTN, scale=scale, enable_gqa=True))
+    return torch.cat(blocks, dim=2)
+
+
+def _masses(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One query's softmax before its division: the numerators [B, G, R, N], and their sum [B, G, R, 1]."""
+    logits_BGRN = _logits(q_BHD, k_BGND, visible_BXN, scale)
+    # A row that sees nothing has no maximum: 0 in its place makes every weight exp(-inf) = 0.
+    top_BGR1 = logits_BGRN.amax(-1, keepdim=True)
+    mass_BGRN = torch.exp(logits_BGRN - torch.where(top_BGR1 == -torch.inf, 0.0, top_BGR1))
+    if _fuses(k_BGND):
+        mass_BGRN = materialize(mass_BGRN)
+    return mass_BGRN, mass_BGRN.sum(-1, keepdim=True).clamp_min(torch.finfo(mass_BGRN.dtype).tiny)
+
+
+def _logits(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) -> Tensor:
+    accurate = torch.promote_types(q_BHD.dtype, torch.float32)
+    q_BGRD = rearrange(q_BHD, "b (g r) d -> b g r d", g=k_BGND.shape[1]).to(accurate)
+    if _fuses(k_BGND):
+        if k_BGND.device.type == "cpu":
+            # Queries in float32 and a mask of floats, made once: the loops would make them anew for every
+            # slot and every head, which takes them longer than the products.
+            q_BGRD, visible_BXN = materialize(q_BGRD), materialize(visible_BXN.to(accurate)) > 0
+        k_BGCMD = k_BGND.unflatten(2, (SPLITS, -1)).to(accurate)
+        logits_BGRCM = torch.stack(
+            [(q_BGD[:, :, None, None] * k_BGCMD).sum(-1) for q_BGD in q_BGRD.unbind(2)], dim=2
+        )
+        logits_BGRN = logits_BGRCM.flatten(3) * scale
+    else:
+        logits_BGRN = torch.matmul(q_BGRD, k_BGND.to(accurate).mT) * scale
+    return torch.where(visible_BXN[:, :, None], logits_BGRN, -torch.inf)
+
+
+def _fuses(k_BGND: Tensor) -> bool:
+    """Whether to write the two products of one query's attention as multiplications and sums, one for each
+    query head of a KV head: the compiler then makes loops, or one CUDA kernel, of its own, which read K and V
+    once for all these heads, as they are, split so that all threads have work. The library's matrix product
+    wants a float32 copy first."""
+    return torch.compiler.is_compiling() and k_BGND.shape[2] % SPLITS == 0

@@ -1,0 +1,71 @@
+"""How many tokens each row of a conversation may keep, in each retention set, and what is protected among
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..config import MAX_BUDGET, EvictionConfig
+from ..eviction.allocation import pyramid
+from .retention import RetentionSets
+from .slot_cache import bucket
+
+
+class Budgets:
+    """Of rows with these prompt lengths under one rule; None keeps everything. Raises ValueError where a
+    row's budget cannot be.
+
+    * `rows`: each row's budget, the mean over its sets;
+    * `tables`: for each layer, each row's budget of its sets there;
+    * `protection`: each row's protected positions, see `EvictionConfig.protection_for`;
+    * `overfull`: whether the prompts have to be evicted.
+    """
+
+    def __init__(self, eviction: EvictionConfig | None, lengths: Sequence[int], num_layers: int) -> None:
+        self._lengths, self._grows = lengths, eviction is not None and eviction.after == "none"
+        if eviction is None:
+            self.rows, self.protection = [MAX_BUDGET] * len(lengths), [(0, 0, 0)] * len(lengths)
+        else:
+            self.rows = [eviction.budget_for(length) for length in lengths]
+            self.protection = [
+                eviction.protection_for(budget, length)
+                for budget, length in zip(self.rows, lengths, strict=True)
+            ]
+        self.by_layer = [self.rows] * num_layers
+        if eviction is not None and eviction.allocation == "pyramid":
+            by_row = [
+                pyramid(budget, sum(protected) + eviction.rescue, length, num_layers)
+                if budget < length
+                else [budget] * num_layers
+                for budget, protected, length in zip(self.rows, self.protection, lengths, strict=True)
+            ]
+            self.by_layer = [list(budgets) for budgets in zip(*by_row, strict=True)]
+        self.overfull = any(
+            length > budget for sets in self.by_layer for length, budget in zip(lengths, sets, strict=True)
+        )
+
+    def decode_slots(self, new_tokens: int) -> int:
+        """Slots of a decode cache to which `new_tokens` are fed, where heads do not share their budgets."""
+        beyond = new_tokens if self._grows else 0
+        used = [
+            min(budget + beyond, length + new_tokens)
+            for sets in self.by_layer
+            for length, budget in zip(self._lengths, sets, strict=True)
+        ]
+        return bucket(max(used) + 1)
+
+
+def settle(eviction: EvictionConfig, tables: Sequence[RetentionSets], keep_BXN: Sequence[Tensor]) -> None:
+    """Once it is known what stays of a prompt: the budgets that hold from now on, where the rule does not
+    leave them as they were."""
+    if eviction.allocation in ("adaptive", "model"):
+        spare_B = torch.stack([(sets.budget_BX - sets.count_BX).sum(-1) for sets in tables]).sum(0)
+        for sets, kept_BXN in zip(tables, keep_BXN, strict=True):
+            budget_BX = torch.where(spare_B[:, None] < 0, kept_BXN.sum(-1), sets.budget_BX)
+            sets.budget_BX.copy_(budget_BX)
+    if eviction.after == "none":
+        for sets in tables:
+            sets.budget_BX.fill_(MAX_BUDGET)

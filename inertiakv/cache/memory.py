@@ -1,0 +1,58 @@
+"""How much memory there is, and whether a request fits, asked before any work is done."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+
+import torch
+
+from ..compiling.collectives import SINGLE_PROCESS, TensorParallel
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that can still be allocated on a device, None where the system does not say."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def peak_bytes() -> int:
+    """The most of the host's memory that this process has had, 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def require(parts: dict[str, int], device: torch.device, tp: TensorParallel = SINGLE_PROCESS) -> None:
+    """Raise MemoryError, saying how much each of `parts` (bytes) takes, where they exceed what is available:
+    on each of `ranks`, where any of them has too little, so that none goes on without it."""
+    available, needed = available_bytes(device), sum(parts.values())
+    if tp.size > 1:
+        own = torch.tensor([math.inf if available is None else available], dtype=torch.float64, device=device)
+        least = tp.gather(own).min().item()
+        available = None if least == math.inf else int(least)
+    if available is not None and needed > available:
+        listing = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+        raise MemoryError(
+            f"needs {gib(needed)} on {device} ({listing}), but only {gib(available)} are available"
+        )
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,1 @@
+"""Compiled graphs, and all that touches torch's internals."""

@@ -1,0 +1,64 @@
+"""What has to be said to the compiler so that it makes good loops for CPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SETTINGS: dict[str, Any] = {
+    # A multiplication and an addition in one instruction, as the library's products have it.
+    "cpp.enable_floating_point_contract_flag": "fast",
+    # The library's own loops have been compiled for these instructions and run with them: trying out in
+    # seconds, one by one, whether a loop of this compiler can would tell nothing new.
+    "cpp.vec_isa_ok": torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or None,
+    # Checks of every input of every layer at every step, of shapes that are ours and do not change.
+    "size_asserts": False,
+    "alignment_asserts": False,
+}
+_LOOP = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C" void kernel(float* x) { at::vec::Vectorized<float>(1.0f).store(x); }
+"""
+
+
+def materialize(x: Tensor) -> Tensor:
+    """`x`, computed once and stored. The compiler would compute it again for every output that reads it, be
+    it a norm, an activation or an exponential; a view by strides has it stored first."""
+    x = x.contiguous()
+    return x.as_strided(x.shape, x.stride())
+
+
+@functools.cache
+def start_toolchain() -> None:
+    """Have the C++ compiler tried out and its headers precompiled, which takes up to eight seconds the first
+    time on a machine, beside the tracing of the first graph."""
+    from torch._inductor import config  # imported late: the compiler takes seconds to import
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    def compile_a_loop() -> None:
+        # What goes wrong here goes wrong again where a graph needs it, and is raised there.
+        with contextlib.suppress(Exception), config.patch(SETTINGS):
+            CppPythonBindingsCodeCache.load_pybinding(["float*"], _LOOP)
+
+    threading.Thread(target=compile_a_loop, name="toolchain").start()
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """The compiler makes objects by the million and keeps them: to look for garbage among them again and
+    again takes it an eighth of its time. Looking once afterwards spares a step of an answer that pause."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+            gc.collect()

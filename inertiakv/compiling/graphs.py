@@ -1,0 +1,156 @@
+"""Compiled passes: one graph a buffer shape and variant, owned here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .cpu import SETTINGS, no_garbage_collection, start_toolchain
+from .disk_cache import DiskCached
+from .replay import Replayed
+
+
+@dataclass
+class GraphStats:
+    """What was compiled: graphs, how many of them had been stored by another process, graph breaks,
+    recompiles, and the seconds that first calls took."""
+
+    compiled: int = 0
+    stored: int = 0
+    breaks: int = 0
+    recompiles: int = 0
+    seconds: float = 0.0
+
+    def counts(self) -> dict[str, int]:
+        """All but the seconds."""
+        return {name: value for name, value in vars(self).items() if name != "seconds"}
+
+
+@dataclass
+class Graphs:
+    """Compiled passes by key. With `enabled=False` functions run as they are."""
+
+    enabled: bool
+    device: torch.device
+    on_compile: Callable[[str], None] | None = None
+    stats: GraphStats = field(default_factory=GraphStats)
+    _passes: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict)
+
+    def run(
+        self,
+        key: tuple[Any, ...],
+        function: Callable[..., Any],
+        *args: Any,
+        record: bool = True,
+        **static: Any,
+    ) -> Any:
+        """`function(*args, **static)` as one graph. The key begins with what the graph is for, and tells
+        apart all shapes and all of `static`. `record`: the function returns nothing and its buffers stay
+        where they are, so that it can be recorded, as a CUDA graph or for a CPU, and replayed."""
+        if not self.enabled:
+            return function(*args, **static)
+        if record and self.device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        if key in self._passes:
+            return self._passes[key](*args)
+        start = time.perf_counter()
+        with no_garbage_collection():
+            self._passes[key] = compiled = self._compile(str(key[0]), function, static, record)
+            from torch._dynamo.utils import counters  # imported late: the compiler takes seconds to import
+
+            breaks = counters["graph_break"].total()
+            result = compiled(*args)
+        self.stats.seconds += time.perf_counter() - start
+        self.stats.breaks += counters["graph_break"].total() - breaks
+        return result
+
+    def forget_recordings(self) -> None:
+        """Let go of the buffers that recordings hold. The next run of a pass records it anew."""
+        for compiled in self._passes.values():
+            if isinstance(compiled, Replayed):
+                compiled.forget()
+
+    def _compile(
+        self, name: str, function: Callable[..., Any], static: dict[str, Any], record: bool
+    ) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        graphs, on_cpu = 0, self.device.type == "cpu"
+        settings = {
+            "triton.cudagraphs": record and self.device.type == "cuda",
+            # What it looks for are products that the library has a better form of. Here they are loops.
+            "pattern_matcher": not on_cpu,
+            **SETTINGS,
+        }
+
+        def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+            nonlocal graphs
+            graphs += 1
+            self.stats.compiled += 1
+            self.stats.recompiles += graphs > 1
+            return compile_fx(module, inputs, config_patches=settings)
+
+        def compile() -> Any:
+            if self.on_compile is not None:
+                self.on_compile(name)
+            if on_cpu:
+                start_toolchain()
+            return torch.compile(
+                _own(function, static),
+                fullgraph=True,
+                dynamic=False,
+                backend=backend,
+                # One graph a callable, and the key has told shapes apart: checking some thousand properties
+                # of the model again at every step would take as long as several of its layers.
+                options={"guard_filter_fn": lambda guards: [False for _ in guards]},
+            )
+
+        def on_load() -> None:
+            self.stats.compiled += 1
+            self.stats.stored += 1
+
+        if not on_cpu:
+            return compile()
+        stored = DiskCached(compile, (function, static, settings), on_load)
+        return Replayed(stored) if record else stored
+
+
+def check_ties(model: nn.Module) -> None:
+    """Raise ValueError where one layer uses a tensor twice and the next of its class does not: the compiler,
+    which traces layers that are alike once, would not see that they differ."""
+    for parent in model.modules():
+        seen: dict[type[nn.Module], tuple[str, set[tuple[str, ...]]]] = {}
+        for name, child in parent.named_children():
+            ties = _ties(child)
+            first, expected = seen.setdefault(type(child), (name, ties))
+            if ties != expected:
+                names = " and ".join(sorted(ties ^ expected)[0])
+                raise ValueError(
+                    f"{type(child).__name__} {name} and {first} are not alike: only one of them has {names} "
+                    "as one tensor. Such a model needs compile=False"
+                )
+
+
+def _ties(module: nn.Module) -> set[tuple[str, ...]]:
+    """The names of each tensor that has several."""
+    names: dict[int, list[str]] = {}
+    for tensors in (module.named_parameters, module.named_buffers):
+        for name, tensor in tensors(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+    return {tuple(same) for same in names.values() if len(same) > 1}
+
+
+def _own(function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
+    """A function with a code object of its own. All shapes of one code object count as its recompiles, of
+    which the compiler allows eight in a process before `fullgraph` makes the ninth an error."""
+
+    def step(*args: Any) -> Any:
+        return function(*args, **static)
+
+    return FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)

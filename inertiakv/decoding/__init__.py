@@ -1,0 +1,1 @@
+"""Passes over the cache: prompt chunks, the first step, the decode step, and the loop that runs them."""

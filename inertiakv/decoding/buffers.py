@@ -1,0 +1,90 @@
+"""Which buffers exist, how large they are, and whether they fit: those of decoding, which stay, and large
+caches that go."""
+
+from __future__ import annotations
+
+import torch
+
+from ..cache import memory
+from ..cache.slot_cache import CacheShape, SlotCache, bucket
+from ..compiling.collectives import tensor_parallel_of
+from ..config import Scope
+from ..model import LanguageModel, Sizes
+from .batch import BatchState
+from .recording import Recorder
+
+
+def prefill_bytes(sizes: Sizes, batch: int, chunk: int, dtype: torch.dtype) -> int:
+    """What a chunk of a prompt takes on its way through the model, beside caches: an estimate, a few
+    activations as wide as the widest layer."""
+    width = max(sizes.hidden_size, sizes.intermediate_size, sizes.num_heads * sizes.head_dim)
+    return 6 * batch * chunk * width * max(4, dtype.itemsize)
+
+
+class Buffers:
+    """Makes caches for a model, and what goes with them. Decode cache, rows and recorder are kept from one
+    conversation to the next, at the same address, so that compiled graphs stay valid; a decode cache or a
+    recorder of another shape replaces the one before."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.config, self.dtype, self.device = model.config, model.dtype, model.device
+        self.tp = tensor_parallel_of(model)
+        self.scope: Scope = "shared"
+        self.recorded_steps = 0
+        self.recorder: Recorder | None = None
+        self._decode_cache: SlotCache | None = None
+        self._rows: dict[int, BatchState] = {}
+
+    def shape(self, batch: int, slots: int) -> CacheShape:
+        config = self.config
+        return CacheShape(config.num_layers, batch, config.num_kv_heads, slots, config.head_dim, self.scope)
+
+    def prompt_cache(self, batch: int, tokens: int) -> SlotCache:
+        """A cache for whole prompts, or a further turn, of at most `tokens` tokens a row; its memory is in
+        use until it has been evicted."""
+        shape = self.shape(batch, bucket(tokens + 1))
+        memory.require({"prompt cache": shape.nbytes(self.dtype)}, self.device, self.tp)
+        return SlotCache(shape, dtype=self.dtype, device=self.device)
+
+    def decode_cache(self, batch: int, slots: int) -> SlotCache:
+        """The cache to decode in. It takes memory when it is filled for the first time."""
+        shape = self.shape(batch, slots)
+        if self._decode_cache is None or self._decode_cache.shape != shape:
+            self._decode_cache = None  # gives its memory back before the next one is made
+            self._decode_cache = SlotCache(shape, dtype=self.dtype, device=self.device, allocate=False)
+        return self._decode_cache
+
+    def is_decode_cache(self, cache: SlotCache) -> bool:
+        return cache is self._decode_cache
+
+    def rows(self, batch: int) -> BatchState:
+        if batch not in self._rows:
+            self._rows[batch] = BatchState(batch, self.device)
+        return self._rows[batch]
+
+    def recorder_for(self, cache: SlotCache) -> Recorder | None:
+        """What steps in this cache are recorded by, None where they are not."""
+        if not self.recorded_steps:
+            return None
+        sizes = (self.recorded_steps, cache.shape.layers, cache.shape.batch, cache.shape.slots)
+        if self.recorder is None or self.recorder.sizes != sizes:
+            self.recorder = Recorder(*sizes, self.device)
+        return self.recorder
+
+    def check_place(self, model: LanguageModel) -> None:
+        """Raise ValueError where the model has been moved: graphs and buffers are made for where it was."""
+        was, now = (self.dtype, self.device), (model.dtype, model.device)
+        if was != now:
+            raise ValueError(
+                f"the model was {was[0]} on {was[1]} and is {now[0]} on {now[1]}: make a new Decoder"
+            )
+
+    def require(self, batch: int, prompt_slots: int, decode_slots: int, chunk: int) -> None:
+        """Raise MemoryError, with an estimate, where a request does not fit beside what is allocated."""
+        held = 0 if self._decode_cache is None else self._decode_cache.allocated_bytes
+        parts = {
+            "prompt cache": self.shape(batch, prompt_slots).nbytes(self.dtype) if prompt_slots else 0,
+            "decode cache": max(0, self.shape(batch, decode_slots).nbytes(self.dtype) - held),
+            "prefill": prefill_bytes(self.config, batch, chunk, self.dtype),
+        }
+        memory.require(parts, self.device, self.tp)

@@ -1,0 +1,1 @@
+"""What goes: the rule, what it never evicts, and how a budget is spread."""

@@ -1,0 +1,67 @@
+"""How a row's budget is spread over its retention sets. On average a set has the row's budget.
+
+Shape letters: B batch, X retention sets, N slots.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .rule import retained
+
+PYRAMID_BETA = 20
+"""The last layer of a pyramid gets this part of the mean (PyramidKV's beta)."""
+SAFEGUARD = 5
+"""This part of the budget is spread evenly over the heads of a layer (AdaKV's safeguard, 0.2)."""
+
+
+def pyramid(budget: int, protected: int, prompt: int, num_layers: int) -> list[int]:
+    """A budget for each layer, falling in a straight line from twice the mean to a 20th of it, beside what is
+    protected in each; where that is more than the prompt has, from the whole prompt to what is left then
+    (PyramidKV, arXiv 2406.02069, and its authors' code). The whole numbers add up to `num_layers * budget`.
+    """
+    free = budget - protected
+    most = min(2 * free - free / PYRAMID_BETA, prompt - protected)
+    fall = (2 * most - 2 * free) / max(1, num_layers - 1)
+    ends = [0.0]
+    for layer in range(num_layers):
+        ends.append(ends[-1] + (most - fall * layer if num_layers > 1 else free))
+    bounds = [round(end) for end in ends]
+    return [max(1, protected + hi - lo) for lo, hi in pairwise(bounds)]
+
+
+class Ranked(NamedTuple):
+    """Sets of tokens about to be evicted to budget, and what decides which of them stay."""
+
+    position_BXN: Tensor
+    utility_BXN: Tensor
+    protected_BXN: Tensor
+    budget_BX: Tensor
+
+
+def joint(sets: Ranked, least_B: Tensor, even: int | None) -> Tensor:
+    """Bool mask of the tokens that stay when these sets share their budgets, and so how many each keeps: as
+    many as it has among the best of all sets together, after the protected ones. With `even`, one part in so
+    many is left out of the comparison and spread evenly. Each set keeps its own best, no fewer than
+    `least_B`.
+
+    AdaKV (arXiv 2407.11550) does so with the heads of a layer, and spreads a fifth evenly, its safeguard.
+    KVzip (arXiv 2505.23416) does so with all heads of all layers, without one.
+    """
+    position_BXN, utility_BXN, protected_BXN, budget_BX = sets
+    number, total_B = budget_BX.shape[1], budget_BX.sum(-1)
+    safe_BXN = retained(position_BXN, utility_BXN, protected_BXN, least_B[:, None].expand_as(budget_BX))
+    all_BN, safe_BN = position_BXN.flatten(1), (safe_BXN | protected_BXN).flatten(1)
+    best_BN = retained(all_BN, utility_BXN.flatten(1), safe_BN, total_B)
+    own_BX = best_BN.unflatten(1, position_BXN.shape[1:]).sum(-1)
+    if even is not None:
+        # In whole numbers of a unit, and back by differences of rounded sums: these add up to the same total.
+        unit = even * number
+        ends_BX = ((even - 1) * number * own_BX + total_B[:, None]).cumsum(-1)
+        ends_BX = (2 * ends_BX + unit) // (2 * unit)
+        own_BX = ends_BX.diff(dim=-1, prepend=torch.zeros_like(ends_BX[:, :1]))
+    return retained(position_BXN, utility_BXN, protected_BXN, own_BX)

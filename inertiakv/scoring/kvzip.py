@@ -1,0 +1,160 @@
+"""KVzip's scores: what the model looks at when it repeats the prompt (arXiv 2505.23416).
+
+Chunk by chunk the prompt is given once more, behind itself, and a token of it is worth the most attention
+that any of these queries pays to it. They see the whole prompt and one another; the softmax of the score is
+over the chunk, the sinks and themselves alone. Nothing of a repetition is kept.
+
+That costs as much as several prefills, on a CPU as three or four: every token goes through the model again,
+behind all of the prompt, and the attention to its chunk is computed a second time for its weights. Positions
+run on behind the prompt, by a chunk at most.
+
+Shape letters: B batch, T query tokens, H query heads, G KV heads, X retention sets, N slots, C prompt tokens
+of a chunk, S sinks, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention.dense import dense_chunk, most_attention
+from ..cache.retention import EMPTY, RetentionSets
+from ..cache.slot_cache import LayerCache, SlotCache
+from ..decoding.batch import BatchState
+from ..model import LanguageModel
+from .aggregation import Aggregation, Coefficients, updated
+from .scorers import by_set
+
+CHUNK = 2048
+"""Tokens of the prompt that are repeated at a time."""
+LEAD = 8
+"""Tokens before a chunk that its repetition begins with: they say where to start."""
+
+
+class Repetition(NamedTuple):
+    """A chunk of each row's prompt, and the queries that repeat it."""
+
+    positions_BT: Tensor
+    """Of the queries, -1 for padding."""
+    slot_BC: Tensor
+    """Where the chunk's tokens are, the same in every set; `filled` for padding."""
+    first_B: Tensor
+    """Position of the chunk's first token."""
+    sinks: int
+    """First positions, in the first slots, that the softmax takes in beside the chunk."""
+    filled: int
+    """No slot from here on holds a token."""
+    even: bool
+    """All slots before it do, in every set."""
+
+
+def reconstruct(
+    model: LanguageModel,
+    cache: SlotCache,
+    rows: BatchState,
+    aggregation: Aggregation,
+    tokens: list[list[int]],
+    *,
+    prefix: Sequence[int],
+    sinks: int,
+) -> None:
+    """Score the tokens that the rows have just put into the cache, each its own: their utilities, in place.
+
+    `prefix`: token ids before every repetition, an instruction say. `sinks`: positions that are not evicted.
+    """
+    filled = cache.filled
+    even = all(bool((sets.count_BX == filled).all()) for sets in cache.retention)
+    length_B = torch.tensor([len(row) for row in tokens], device=cache.device)
+    for start in range(0, int(length_B.max()), CHUNK):
+        chunks = [row[start : start + CHUNK] for row in tokens]
+        leads = [row[max(0, start - LEAD) : start] for row in tokens]
+        repeated = [
+            [*prefix, *lead, *chunk] if chunk else [] for lead, chunk in zip(leads, chunks, strict=True)
+        ]
+        token_BT, offset_T = _padded(repeated, cache.device)
+        chunk_BC, offset_C = _padded(chunks, cache.device)
+        slot_BC = (cache.retention[0].free_BX[:, 0] - length_B + start)[:, None] + offset_C
+        repetition = Repetition(
+            torch.where(token_BT >= 0, rows.position_B[:, None] + offset_T, EMPTY),
+            torch.where(chunk_BC >= 0, slot_BC, filled),
+            rows.position_B - length_B + start,
+            min(sinks, filled),
+            filled,
+            even,
+        )
+        model(token_BT.clamp_min(0), repetition.positions_BT, RepetitionView(cache, aggregation, repetition))
+
+
+def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows as one tensor, filled up with -1, and the index along it."""
+    longest = max(map(len, rows))
+    padded = torch.tensor([row + [-1] * (longest - len(row)) for row in rows], device=device)
+    return padded, torch.arange(longest, device=device)
+
+
+class RepetitionView:
+    """The view of a pass that repeats a chunk."""
+
+    def __init__(self, cache: SlotCache, aggregation: Aggregation, repetition: Repetition) -> None:
+        self.cache, self.repetition = cache, repetition
+        self.coefficients = aggregation.by_layer()
+
+    def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
+        sets = self.cache.sets_of(index)
+        view = LayerView(self.repetition, self.cache.layers[index], sets, self.coefficients.get(index))
+        return layer(x_BTE, *args, view)
+
+
+class LayerView:
+    """The view of one of its layers, of which those with `coefficients` score."""
+
+    def __init__(
+        self, repetition: Repetition, kv: LayerCache, sets: RetentionSets, coefficients: Coefficients | None
+    ) -> None:
+        self.repetition, self.kv, self.sets, self.coefficients = repetition, kv, sets, coefficients
+
+    def attend(
+        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int | None, scale: float
+    ) -> Tensor:
+        """Attend over the prompt and the queries' own tokens, [B, H, T, D], and score the chunk."""
+        r = self.repetition
+        position_BXN = self.sets.position_BXN[..., : r.filled]
+        own_BXT = r.positions_BT[:, None].expand(-1, position_BXN.shape[1], -1)
+        if self.coefficients is not None:
+            keys = self._keys(k_BGTD, own_BXT)
+            most_BGK = most_attention(q_BHTD, *keys, r.positions_BT, window, scale)
+            self._update(most_BGK[..., r.sinks : -k_BGTD.shape[2]], self.coefficients)
+        k_BGND, v_BGND = (
+            torch.cat((old[:, :, : r.filled], new), dim=2)
+            for old, new in ((self.kv.k_BGND, k_BGTD), (self.kv.v_BGND, v_BGTD))
+        )
+        seen = (torch.cat((position_BXN, own_BXT), dim=-1), r.positions_BT, window)
+        ends = (k_BGND.shape[2], r.filled if r.even else None)
+        return dense_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, *ends)
+
+    def _keys(self, k_BGTD: Tensor, own_BXT: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys that scores are made with, of S sinks, C tokens of the chunk and T queries, and their
+        positions, `EMPTY` for those that do not count."""
+        r, position_BXN = self.repetition, self.sets.position_BXN
+        sinks_BXS = position_BXN[..., : r.sinks]
+        sinks_BXS = torch.where(sinks_BXS < r.first_B.clamp_max(r.sinks)[:, None, None], sinks_BXS, EMPTY)
+        slot_BC = r.slot_BC.clamp_max(r.filled - 1)
+        chunk_BXC = position_BXN.gather(-1, slot_BC[:, None].expand(-1, position_BXN.shape[1], -1))
+        chunk_BXC = torch.where(r.slot_BC[:, None] < r.filled, chunk_BXC, EMPTY)
+        at_BGCD = slot_BC[:, None, :, None].expand(-1, k_BGTD.shape[1], -1, k_BGTD.shape[3])
+        chunk_BGCD = self.kv.k_BGND.gather(2, at_BGCD)
+        keys = torch.cat((self.kv.k_BGND[:, :, : r.sinks], chunk_BGCD, k_BGTD), dim=2)
+        return keys, torch.cat((sinks_BXS, chunk_BXC, own_BXT), dim=-1)
+
+    def _update(self, score_BGC: Tensor, coefficients: Coefficients) -> None:
+        r, utility_BXN = self.repetition, self.sets.utility_BXN[..., : self.repetition.filled]
+        # One slot more, for padding.
+        slot_BGC = r.slot_BC[:, None].expand_as(score_BGC)
+        score_BGN = score_BGC.new_zeros(*score_BGC.shape[:2], r.filled + 1).scatter(-1, slot_BGC, score_BGC)
+        scored_BN = torch.zeros_like(score_BGN[:, 0], dtype=torch.bool).scatter(-1, r.slot_BC, True)
+        score_BXN = by_set(score_BGN[..., :-1].to(utility_BXN.dtype), utility_BXN.shape[1])
+        scored_BXN = scored_BN[:, None, :-1]
+        utility_BXN.copy_(updated(utility_BXN, score_BXN, scored_BXN, coefficients.smoothing))
