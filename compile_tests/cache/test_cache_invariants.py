@@ -108,7 +108,7 @@ class Sequence:
             table.insert(slots, positions_BT)
         for index, layer in enumerate(self.cache.layers):
             k_BTGD = torch.stack([encode(row, index, positions_BT[row]) for row in self.rows])
-            slots = slots_BXT[self.cache.table_index(index)]
+            slots = slots_BXT[0 if len(slots_BXT) == 1 else index]
             layer.write(slots, k_BTGD.transpose(1, 2), -k_BTGD.transpose(1, 2))
 
     def score(self) -> None:
