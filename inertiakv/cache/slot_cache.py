@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.retention import EMPTY
+from ..compiling.numerics import accumulation_dtype
 from ..config import Scope
 from .retention import RetentionSets
 
@@ -118,7 +119,7 @@ class SlotCache(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
-        score_dtype = torch.promote_types(dtype, torch.float32)
+        score_dtype = accumulation_dtype(dtype)
         layers = nn.ModuleList(LayerCache(shape, dtype, self.device) for _ in range(shape.layers))
         retention = nn.ModuleList(
             RetentionSets(shape.batch, shape.sets, shape.slots, score_dtype, self.device)

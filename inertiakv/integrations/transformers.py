@@ -24,11 +24,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..attention.dense import Softmax
+from ..attention.forward_state import ForwardState
 from ..attention.mask import visible
 from ..cache.retention import EMPTY
 from ..cache.slot_cache import SlotCache
+from ..compiling.numerics import accumulation_dtype
 from ..config import EvictionConfig
-from ..decoding.forward import LayerView, Seen
+from ..decoding.forward import attention as attend_to
 from ..scoring.learned import LearnedScorer, load_scorer
 from .checks import NAME, check_implementation, check_model, check_rule, of_evicted_layers
 from .driven import Attention, DrivenConversation
@@ -79,7 +81,7 @@ class InertiaCache(Cache):
     @property
     def sequence_tokens(self) -> list[int]:
         """Tokens of each row that have gone through the cache, evicted or not."""
-        return [] if self._driven is None else self._driven.rows.position_B.tolist()
+        return [] if self._driven is None else self._driven.batch.position_B.tolist()
 
     @property
     def kept_tokens(self) -> list[float]:
@@ -238,7 +240,7 @@ class InertiaCache(Cache):
             return None
         heads = self._config.num_attention_heads
         sizes = SimpleNamespace(num_heads=heads, num_kv_heads=k_BGTD.shape[1], head_dim=k_BGTD.shape[3])
-        dtype = torch.promote_types(k_BGTD.dtype, torch.float32)
+        dtype = accumulation_dtype(k_BGTD.dtype)
         return load_scorer(self.eviction.scorer_file, sizes, device=k_BGTD.device, dtype=dtype)
 
     def _attend_alone(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, attention: Attention) -> Tensor:
@@ -251,12 +253,10 @@ class InertiaCache(Cache):
         column_S = torch.arange(self._position_BS.shape[1], device=q_BHTD.device)
         column_BS = torch.where(self._position_BS > EMPTY, column_S, EMPTY)
         query_BT, position_BXL = column_BS[:, -length:], column_BS[:, None, -held:]
-        masks = {window: visible(position_BXL, query_BT, window)} if length == 1 else {}
-        nothing_BXT = position_BXL[..., :0]
-        seen = Seen(query_BT, nothing_BXT, position_BXL, masks, {}, "dense", held, None)
-        kv: Any = SimpleNamespace(k_BGND=k_BGLD, v_BGND=v_BGLD)
-        view = LayerView(kv, seen, None, None)
-        return view.attend(q_BHTD, k_BGLD, v_BGLD, window=window, scale=scale, softmax=softmax)
+        masks = (visible(position_BXL, query_BT, window),) if length == 1 else ()
+        state = ForwardState(query_BT, None, "dense", (window,), end_slot=held)
+        state = state._replace(position_BXN=position_BXL, visible_BXTN=masks)
+        return attend_to(state, q_BHTD, k_BGLD, v_BGLD, window, scale, softmax, weighs=False)[0]
 
     def _own_layers(self) -> list[Any]:
         """What transformers would take: its sliding layers are used as they are."""
