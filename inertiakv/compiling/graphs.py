@@ -52,7 +52,7 @@ class Graphs:
     ) -> Any:
         """`function(*args, **static)` as one graph. The key begins with what the graph is for, and tells
         apart all shapes and all of `static`. `capture`: the function returns nothing and its buffers stay
-        where they are, so that it can be recorded, as a CUDA graph or for a CPU, and replayed."""
+        where they are, so that it can be captured, as a CUDA graph or for a CPU, and replayed."""
         if not self.enabled:
             return function(*args, **static)
         if capture and self.device.type == "cuda":
@@ -71,10 +71,10 @@ class Graphs:
         return result
 
     def drop_captures(self) -> None:
-        """Let go of the buffers that recordings hold. The next run of a pass records it anew."""
+        """Let go of the buffers that captures keep alive. The next run of a pass captures it anew."""
         for compiled in self._passes.values():
             if isinstance(compiled, Replayed):
-                compiled.forget()
+                compiled.drop_capture()
 
     def _compile(
         self, name: str, function: Callable[..., Any], static: dict[str, Any], capture: bool

@@ -33,7 +33,7 @@ from ..config import EvictionConfig
 from ..decoding.forward import attention as attend_to
 from ..scoring.learned import LearnedScorer, load_scorer
 from .checks import NAME, check_implementation, check_model, check_rule, of_evicted_layers
-from .driven import Attention, DrivenConversation
+from .layerwise import Attention, LayerwiseConversation
 
 _uncompiled = torch.compiler.disable(reason="InertiaCache runs as it is: compile without fullgraph=True")
 
@@ -75,13 +75,13 @@ class InertiaCache(Cache):
 
     @property
     def slots(self) -> SlotCache | None:
-        """K, V and tables of the layers that are evicted, None before the first pass."""
-        return None if self._driven is None else self._driven.cache
+        """K, V and retention sets of the layers that are evicted, None before the first pass."""
+        return None if self._conversation is None else self._conversation.cache
 
     @property
     def sequence_tokens(self) -> list[int]:
         """Tokens of each row that have gone through the cache, evicted or not."""
-        return [] if self._driven is None else self._driven.batch.position_B.tolist()
+        return [] if self._conversation is None else self._conversation.batch.position_B.tolist()
 
     @property
     def kept_tokens(self) -> list[float]:
@@ -99,7 +99,7 @@ class InertiaCache(Cache):
         """Forget everything."""
         own = self._own_layers()
         self.layers: list[Any] = [_Layer(self) if i in self._evicted else own[i] for i in range(len(own))]
-        self._driven: DrivenConversation | None = None
+        self._conversation: LayerwiseConversation | None = None
         self._position_BS: Tensor | None = None  # of all tokens so far, `EMPTY` for padding
         self._past = 0  # tokens of a row in former passes
         self._layer = 0  # the one that attends next
@@ -176,11 +176,11 @@ class InertiaCache(Cache):
             else:
                 if layer == self._evicted[0]:
                     self._begin(k_BGTD, self._position_BS[:, -length:] > EMPTY)
-                assert self._driven is not None
-                self._driven.check(layer, k_BGTD, v_BGTD)
-                out_BHTD = self._driven.attend(self._evicted.index(layer), q_BHTD, k_BGTD, v_BGTD, attention)
+                assert self._conversation is not None
+                self._conversation.check(layer, k_BGTD, v_BGTD)
+                out_BHTD = self._conversation.attend(self._evicted.index(layer), q_BHTD, k_BGTD, v_BGTD, attention)
                 if layer == self._evicted[-1]:
-                    self._driven.end()
+                    self._conversation.end()
             self._layer += 1
             if self._layer == len(self.layers):
                 self._layer, self._past = 0, self._past + length
@@ -223,17 +223,17 @@ class InertiaCache(Cache):
                 "can be left out"
             )
         if not torch.equal(kept_BS, position_BS):
-            assert self._driven is not None
-            self._driven.forget_from(length_B1[:, 0])
+            assert self._conversation is not None
+            self._conversation.forget_from(length_B1[:, 0])
         return kept_BS
 
     def _begin(self, k_BGTD: Tensor, real_BT: Tensor) -> None:
-        driven = self._driven
-        if driven is None:
+        conversation = self._conversation
+        if conversation is None:
             windows = [self._windows[i] for i in self._evicted]
-            driven = DrivenConversation(self.eviction, windows, real_BT, k_BGTD, self._scorer(k_BGTD))
-            self._driven = driven
-        driven.begin(real_BT)
+            conversation = LayerwiseConversation(self.eviction, windows, real_BT, k_BGTD, self._scorer(k_BGTD))
+            self._conversation = conversation
+        conversation.begin(real_BT)
 
     def _scorer(self, k_BGTD: Tensor) -> LearnedScorer | None:
         if self.eviction.scorer_file is None:

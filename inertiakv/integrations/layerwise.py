@@ -54,7 +54,7 @@ class Part:
     """It scores together with the last queries before it, and what stays is chosen after it."""
 
 
-class DrivenConversation(Conversation):
+class LayerwiseConversation(Conversation):
     """Begin a pass, attend in each layer, end the pass. Broken off in between it is of no use."""
 
     def __init__(
