@@ -178,7 +178,9 @@ class InertiaCache(Cache):
                     self._begin(k_BGTD, self._position_BS[:, -length:] > EMPTY)
                 assert self._conversation is not None
                 self._conversation.check(layer, k_BGTD, v_BGTD)
-                out_BHTD = self._conversation.attend(self._evicted.index(layer), q_BHTD, k_BGTD, v_BGTD, attention)
+                out_BHTD = self._conversation.attend(
+                    self._evicted.index(layer), q_BHTD, k_BGTD, v_BGTD, attention
+                )
                 if layer == self._evicted[-1]:
                     self._conversation.end()
             self._layer += 1
@@ -231,7 +233,9 @@ class InertiaCache(Cache):
         conversation = self._conversation
         if conversation is None:
             windows = [self._windows[i] for i in self._evicted]
-            conversation = LayerwiseConversation(self.eviction, windows, real_BT, k_BGTD, self._scorer(k_BGTD))
+            conversation = LayerwiseConversation(
+                self.eviction, windows, real_BT, k_BGTD, self._scorer(k_BGTD)
+            )
             self._conversation = conversation
         conversation.begin(real_BT)
 
