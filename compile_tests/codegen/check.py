@@ -197,12 +197,12 @@ def first_of(size: int) -> TensorParallel:
 
 
 def lower(options: argparse.Namespace) -> dict[str, Any]:
-    tp = first_of(options.tp)
+    tp = first_of(options.ranks)
     graphs = Graphs(enabled=True, device=CUDA)
     sizes = {**LLAMA_8B, "num_hidden_layers": options.layers}
     sizes |= {"num_attention_heads": options.heads, "num_key_value_heads": options.kv_heads}
     with FakeTensorMode(), torch.no_grad(), fresh_cache(), recorded() as partitions, written() as sources:
-        how = {"backend": options.backend, "ranks": tp}
+        how = {"backend": options.backend, "tp": tp}
         step = Step.make(sizes, options.batch, SLOTS_8B, torch.bfloat16, CUDA, **how)
         with (
             _planted_copy() if options.plant else nullcontext(),
