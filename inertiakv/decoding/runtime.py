@@ -74,7 +74,7 @@ class Runtime:
         if self.repeat_prefix and (eviction is None or eviction.scorer != "reconstruction"):
             raise ValueError("repeat_prefix has no effect without scorer='reconstruction'")
         one_graph = self._takes_one_graph(eviction)
-        graph_key = () if eviction is None else (*eviction.form, one_graph)
+        graph_key = () if eviction is None else (*eviction.graph_key, one_graph)
         learned = None
         if eviction is not None:
             learned = self._learned(eviction)
