@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+log = logging.getLogger(__name__)
 Call = tuple[Callable[..., None], list[Any]]
 """A compiled loop, and what it takes."""
 
@@ -111,9 +113,17 @@ class _Module:
 
     @classmethod
     def of(cls, modules: list[ModuleType]) -> _Module | None:
-        """None where there is not one module, or it does something else as well."""
-        if len(modules) != 1:
+        """None where it does something else as well, or there is not one module."""
+        try:
+            return cls._read(modules)
+        except ValueError as reason:
+            log.info("a compiled step runs as it is, without replay: %s", reason)
             return None
+
+    @classmethod
+    def _read(cls, modules: list[ModuleType]) -> _Module:
+        if len(modules) != 1:
+            raise ValueError(f"{len(modules)} modules were compiled, and not one")
         tree = ast.parse(inspect.getsource(modules[0]))
         loops = {
             node.targets[0].id
@@ -125,14 +135,16 @@ class _Module:
         functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         runner = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Runner"), None)
         if runner is None:
-            return None
+            raise ValueError("the compiled module has no class Runner")
         entry = [n for n in runner.body if isinstance(n, ast.FunctionDef) and n.name == "call"]
         called = {name for function in entry for name in _calls(function)}
         regions = called & functions.keys()
         called |= {name for region in regions for name in _calls(functions[region])}
         returned = {ast.unparse(n) for f in entry for n in ast.walk(f) if isinstance(n, ast.Return)}
-        if returned != {"return ()"} or called - loops - regions - _HARMLESS:
-            return None
+        if returned != {"return ()"}:
+            raise ValueError("it returns something")
+        if unknown := called - loops - regions - _HARMLESS:
+            raise ValueError(f"it calls {', '.join(sorted(unknown))}")
         return cls(modules[0], loops, regions)
 
     def capture(self, run: Callable[[], None]) -> list[Call]:
@@ -205,9 +217,12 @@ def _loaded_modules() -> Iterator[list[ModuleType]]:
 @functools.cache
 def _listen() -> None:
     """Have the compiler's loading noted, for whichever thread asks."""
-    from torch._inductor.codecache import PyCodeCache  # imported late: the compiler takes seconds to import
+    from torch._inductor import codecache  # imported late: the compiler takes seconds to import
 
-    load = PyCodeCache.load_by_key_path
+    load = getattr(getattr(codecache, "PyCodeCache", None), "load_by_key_path", None)
+    if load is None:
+        log.info("torch %s does not say what its compiler loads", torch.__version__)
+        return
 
     def noted(*args: Any, **kwargs: Any) -> ModuleType:
         module = load(*args, **kwargs)
@@ -215,7 +230,7 @@ def _listen() -> None:
             _loading.modules.append(module)
         return module
 
-    PyCodeCache.load_by_key_path = noted  # type: ignore[method-assign]
+    codecache.PyCodeCache.load_by_key_path = noted  # type: ignore[method-assign]
 
 
 def _layouts(places: list[tuple[dict[str, Any], str]]) -> list[Any]:
