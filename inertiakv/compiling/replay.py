@@ -219,9 +219,10 @@ def _listen() -> None:
     """Have the compiler's loading noted, for whichever thread asks."""
     from torch._inductor import codecache  # imported late: the compiler takes seconds to import
 
-    load = getattr(getattr(codecache, "PyCodeCache", None), "load_by_key_path", None)
+    cache: Any = getattr(codecache, "PyCodeCache", None)
+    load = getattr(cache, "load_by_key_path", None)
     if load is None:
-        log.info("torch %s does not say what its compiler loads", torch.__version__)
+        log.info("torch %s does not say what its compiler loads: no replay", torch.__version__)
         return
 
     def noted(*args: Any, **kwargs: Any) -> ModuleType:
@@ -230,7 +231,7 @@ def _listen() -> None:
             _loading.modules.append(module)
         return module
 
-    codecache.PyCodeCache.load_by_key_path = noted  # type: ignore[method-assign]
+    cache.load_by_key_path = noted
 
 
 def _layouts(places: list[tuple[dict[str, Any], str]]) -> list[Any]:
