@@ -1,5 +1,4 @@
-"""How many tokens each row of a conversation may keep, in each retention set, and what is protected among
-them."""
+"""How many tokens each row may keep in each retention set, and how many of them are protected."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ PYRAMID_BETA = 20
 
 
 class Budgets:
-    """Of rows with these prompt lengths under one rule; None keeps everything. Raises ValueError where a
-    row's budget cannot be.
+    """Budgets of rows with these prompt lengths under one rule; None keeps everything. Raises ValueError
+    where a row's budget is smaller than what it protects.
 
     * `rows`: each row's budget, the mean over its sets;
     * `by_layer`: for each layer, each row's budget of its sets there;
@@ -51,7 +50,7 @@ class Budgets:
         )
 
     def decode_slots(self, new_tokens: int) -> int:
-        """Slots of a decode cache to which `new_tokens` are fed, where heads do not share their budgets."""
+        """Slots of a decode cache for `new_tokens` more, where heads do not share their budgets."""
         beyond = new_tokens if self._grows else 0
         used = [
             min(budget + beyond, length + new_tokens)
@@ -64,8 +63,8 @@ class Budgets:
 def set_budgets_after_prompt(
     eviction: EvictionConfig, retention: Sequence[RetentionSets], keep_BXN: Sequence[Tensor]
 ) -> None:
-    """Set the budgets that hold once it is known what stays of a prompt, where the rule does not leave them
-    as they were."""
+    """Set the budgets for decoding, once it is known what stays of a prompt: heads that share a budget keep
+    what they have, and `after="none"` has no limit."""
     if eviction.allocation in ("adaptive", "model"):
         spare_B = torch.stack([(sets.budget_BX - sets.count_BX).sum(-1) for sets in retention]).sum(0)
         for sets, kept_BXN in zip(retention, keep_BXN, strict=True):

@@ -108,7 +108,7 @@ class SlotCache(nn.Module):
     """K and V of all layers, and their retention sets: one for all layers (the paper's), one
     for each, or one for each with a set for every KV head.
 
-    A module with buffers, so that a compiled graph takes them at fixed addresses and writes them in place.
+    A module with buffers, which compiled graphs read and write in place at fixed addresses.
     """
 
     layers: Sequence[LayerCache]
@@ -163,11 +163,11 @@ class SlotCache(nn.Module):
 
     @property
     def filled(self) -> int:
-        """No slot from here on holds a token, in a cache that was filled from its first slot on."""
+        """The first slot after all tokens, in a cache that was filled from its first slot on."""
         return int(torch.stack([sets.free_BX.max() for sets in self.retention]).max())
 
     def slots_for(self, new_tokens: int, keep_BXN: Sequence[Tensor] | None = None) -> int:
-        """Slots to allocate for these tokens, or those marked, and `new_tokens` more: never more than a set's
+        """Slots to allocate for these tokens, or those marked, and `new_tokens` more; at most the largest
         budget and one."""
         masks = self.everything() if keep_BXN is None else keep_BXN
         used = [
@@ -213,8 +213,8 @@ class SlotCache(nn.Module):
         """Become a copy of the tokens that the masks mark in `source`, a mask for each of `retention`,
         oldest first, with their utilities and budgets.
 
-        Layer by layer, allocating here what has no memory yet and giving back the source's with `release`:
-        then no more than one layer of this cache is ever allocated beside the source.
+        Works layer by layer, allocating memory here and, with `release`, freeing the source's: at the peak
+        one layer of this cache lies beside the source.
         """
         moved: list[tuple[Tensor, list[list[int]]]] = []
         for mine_table, their_table, kept_BXN in zip(self.retention, source.retention, keep_BXN, strict=True):

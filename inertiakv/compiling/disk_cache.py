@@ -92,7 +92,7 @@ class DiskCached:
 
 
 def _digest(path: Path, data: bytes) -> bytes:
-    """Goes before the data of a file: neither damaged nor under another's name."""
+    """The first bytes of a file, which detect damage and renaming."""
     return hashlib.sha256(path.name.encode() + data).digest()
 
 
@@ -113,14 +113,15 @@ def _path(*made_from: Any) -> Path | None:
 
 
 def _missing() -> str | None:
-    """What this version of torch lacks of what files are written and loaded with."""
+    """The first function for saving and loading that this version of torch lacks."""
     if not hasattr(torch.compiler, "load_compiled_function"):
         return "torch.compiler.load_compiled_function"
     return None if hasattr(torch.compile(abs), "aot_compile") else "aot_compile of compiled functions"
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """What the compiler looks at beside a pass. Raises UnknownError where that may be anything."""
+    """What the compiler depends on beside the function and its arguments. Raises UnknownError where that
+    may be anything."""
     from torch._dynamo import config as tracing
     from torch._functorch import config as functions
     from torch._inductor import config as loops

@@ -1,4 +1,4 @@
-"""Compiled passes: one graph a buffer shape and variant, owned here."""
+"""Compiled steps: one graph for each buffer shape and variant."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .replay import Replayed
 
 @dataclass
 class GraphStats:
-    """What was compiled: graphs, how many of them had been stored by another process, graph breaks,
-    recompiles, and the seconds that first calls took."""
+    """Counts of graphs compiled (`stored`: of these, loaded from disk), graph breaks and recompiles, and
+    the seconds that first calls took."""
 
     compiled: int = 0
     stored: int = 0
@@ -34,7 +34,7 @@ class GraphStats:
 
 @dataclass
 class Graphs:
-    """Compiled passes by key. With `enabled=False` functions run as they are."""
+    """Compiled functions by key. With `enabled=False` functions run eagerly."""
 
     enabled: bool
     device: torch.device
@@ -71,7 +71,7 @@ class Graphs:
         return result
 
     def drop_captures(self) -> None:
-        """Let go of the buffers that captures keep alive. The next run of a pass captures it anew."""
+        """Release the buffers that captures keep alive. The next run captures again."""
         for compiled in self._passes.values():
             if isinstance(compiled, Replayed):
                 compiled.drop_capture()
@@ -147,8 +147,8 @@ def _ties(module: nn.Module) -> set[tuple[str, ...]]:
 
 
 def _own(function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
-    """A function with a code object of its own. All shapes of one code object count as its recompiles, of
-    which the compiler allows eight in a process before `fullgraph` makes the ninth an error."""
+    """A copy of the function with a code object of its own. The compiler counts all shapes of one code
+    object as recompiles, and the ninth in a process is an error with `fullgraph`."""
 
     def step(*args: Any) -> Any:
         return function(*args, **static)

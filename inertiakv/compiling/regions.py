@@ -1,7 +1,7 @@
-"""Layers as regions that the compiler traces and compiles once for all that are alike.
+"""Layers as regions: the compiler traces and compiles equal ones once.
 
-It finds out what is alike by comparing what regions take. With nested tuples as arguments that takes longer,
-layer by layer, than everything else about a layer that it knows already: so they are flattened before.
+It compares the arguments of each call with those it knows. Nested tuples make that slower than everything
+else about a known layer, so arguments are flattened first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def region(function: F) -> F:
 
 
 def flatten(*values: Any) -> list[Any]:
-    """A string that says how tuples hold the leaves, and the leaves."""
+    """The layout of nested tuples as a string, followed by the leaves."""
     layout, leaves = _flatten(values)
     return [layout, *leaves]
 

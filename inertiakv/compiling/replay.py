@@ -1,9 +1,9 @@
-"""Replays a compiled pass on a CPU: what a CUDA graph is for a GPU.
+"""Capture and replay of a compiled step on a CPU: what CUDA graphs are for a GPU.
 
-The compiler writes a Python module for a pass: a function that makes the intermediate buffers and calls the
-compiled loops, a layer's worth at a time. With loops that take a fraction of a millisecond, making some
-hundred small tensors costs as much as several layers. All addresses are fixed, so that one run says it all:
-which loops, on which tensors. A replay calls just these.
+The compiler writes a Python module whose functions allocate intermediate buffers and call compiled loops.
+Where loops take a fraction of a millisecond, allocating hundreds of small tensors costs as much as several
+layers. All addresses are fixed here, so one run tells which loops run on which tensors. A replay makes just
+these calls.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _HARMLESS = {"empty_strided_cpu", "reinterpret_tensor", "assert_size_stride", "a
 
 
 class Replayed:
-    """A compiled pass that is run, then captured, then replayed while its arguments are the same objects and
-    all their parameters and buffers are where they were. What cannot be replayed runs as it is."""
+    """A compiled function that is run once, then captured, then replayed as long as its arguments are the
+    same objects with the same parameters and buffers at the same addresses. What cannot be replayed runs as
+    compiled."""
 
     def __init__(self, compiled: Callable[..., Any]) -> None:
         self._compiled = compiled
@@ -104,8 +105,7 @@ class Replayed:
 
 
 class _Module:
-    """A module that the compiler wrote, whose functions do nothing but make buffers and call loops and return
-    nothing."""
+    """A module that the compiler wrote, whose functions only allocate buffers and call loops."""
 
     def __init__(self, module: ModuleType, loops: set[str], regions: set[str]) -> None:
         self._names = vars(module)
@@ -113,7 +113,8 @@ class _Module:
 
     @classmethod
     def of(cls, modules: list[ModuleType]) -> _Module | None:
-        """None where it does something else as well, or there is not one module."""
+        """None where there is not exactly one module, or its functions do anything else; the log says
+        which."""
         try:
             return cls._read(modules)
         except ValueError as reason:
@@ -148,10 +149,10 @@ class _Module:
         return cls(modules[0], loops, regions)
 
     def capture(self, run: Callable[[], None]) -> list[Call]:
-        """Run the pass and note its calls.
+        """Run the step and note its calls.
 
-        All that a loop takes stays alive with its note. A region's own buffers, which nothing outside it
-        reads, are shared by all its runs, as the memory allocator would have it.
+        The notes keep the loops' tensors alive. All runs of a region share one set of intermediate buffers,
+        as they would through the allocator.
         """
         thread = threading.get_ident()
         calls: list[Call] = []
@@ -194,7 +195,7 @@ class _Module:
 
 
 class _Loading(threading.local):
-    """The modules that the compiler has loaded for this thread while it wanted to know."""
+    """Modules that the compiler has loaded for this thread, while they are collected."""
 
     modules: list[ModuleType] | None = None
 
@@ -204,7 +205,7 @@ _loading = _Loading()
 
 @contextmanager
 def _loaded_modules() -> Iterator[list[ModuleType]]:
-    """Collects the modules that the compiler loads meanwhile, be they new or from its cache."""
+    """Collects the modules that the compiler loads in the block, new ones and cached ones."""
     _listen()
     modules: list[ModuleType] = []
     _loading.modules = modules
@@ -216,7 +217,7 @@ def _loaded_modules() -> Iterator[list[ModuleType]]:
 
 @functools.cache
 def _listen() -> None:
-    """Have the compiler's loading noted, for whichever thread asks."""
+    """Hook into the compiler's loading of modules, once a process."""
     from torch._inductor import codecache  # imported late: the compiler takes seconds to import
 
     cache: Any = getattr(codecache, "PyCodeCache", None)

@@ -1,4 +1,4 @@
-"""What each row of a batch is at: its pending token, its position, whether it has ended. Buffers of a graph.
+"""State of the rows of a batch, as buffers of a graph: pending token, position, finished or not, sampling.
 
 Shape letters: B batch, C steps between two reads, E end-of-sequence ids, V vocabulary.
 """

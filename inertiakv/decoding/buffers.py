@@ -1,5 +1,4 @@
-"""Which buffers exist, how large they are, and whether they fit: those of decoding, which stay, and large
-caches that go."""
+"""Caches and other buffers: made, kept for the next conversation, checked against available memory."""
 
 from __future__ import annotations
 

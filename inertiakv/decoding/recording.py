@@ -1,4 +1,4 @@
-"""What decode steps saw, recorded in the graph and read at the end.
+"""Records what decode steps saw, inside the graph, for analysis.
 
 Shape letters: B batch, L layers, N slots, T steps.
 """

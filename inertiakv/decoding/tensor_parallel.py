@@ -1,4 +1,4 @@
-"""What processes that hold one model together must agree in: the rule, and at every step the outcome."""
+"""Checks for tensor parallelism: rules that it supports, and agreement of all ranks."""
 
 from __future__ import annotations
 

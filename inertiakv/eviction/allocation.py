@@ -17,7 +17,7 @@ SAFEGUARD = 5
 
 
 class Ranked(NamedTuple):
-    """Sets of tokens about to be evicted to budget, and what decides which of them stay."""
+    """Retention sets to be evicted to budget, with what decides which tokens stay."""
 
     position_BXN: Tensor
     utility_BXN: Tensor
@@ -26,10 +26,9 @@ class Ranked(NamedTuple):
 
 
 def joint(sets: Ranked, least_B: Tensor, even: int | None) -> Tensor:
-    """Bool mask of the tokens that stay when these sets share their budgets, and so how many each keeps: as
-    many as it has among the best of all sets together, after the protected ones. With `even`, one part in so
-    many is left out of the comparison and spread evenly. Each set keeps its own best, no fewer than
-    `least_B`.
+    """Bool mask of the tokens that stay when the sets share their budgets. Protected tokens stay first;
+    then each set keeps as many as it has among the best of all sets together, at least `least_B`. With
+    `even`, one part in `even` of the budget is spread evenly instead.
 
     AdaKV (arXiv 2407.11550) does so with the heads of a layer, and spreads a fifth evenly, its safeguard.
     KVzip (arXiv 2505.23416) does so with all heads of all layers, without one.
