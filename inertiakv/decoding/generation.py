@@ -1,4 +1,4 @@
-"""Answers, step by step: read prompts and turns, evict them, run decode steps and read their tokens.
+"""Generation: read prompts and turns, evict them, run decode steps and read their tokens.
 
 Shape letters: B batch, W tokens before the new one, D drafted tokens, X retention sets, N slots, V
 vocabulary.
@@ -56,7 +56,7 @@ class ModelConversation(Conversation):
 
     @classmethod
     def begin(cls, runtime: Runtime, lengths: list[int], budgets: Budgets, slots: int) -> ModelConversation:
-        """One that takes prompts of these lengths next, and is decoded in a cache of `slots`."""
+        """A conversation that takes prompts of these lengths next, and is decoded in a cache of `slots`."""
         rows, buffers = len(lengths), runtime.buffers
         cache = buffers.decode_cache(rows, slots)
         if budgets.overfull:
@@ -107,7 +107,7 @@ class ModelConversation(Conversation):
         self.evict_to_budget(new_tokens)
 
     def _enter(self, rows: list[list[int]], progress: Progress | None) -> None:
-        """Put tokens behind those in the cache, which holds each row's oldest first; keeps the last one's
+        """Enter tokens behind those in the cache, which holds each row's oldest first; keep the last one's
         logits."""
         cache = self.cache
         with self.timed("prefill"):
@@ -180,9 +180,9 @@ class ModelConversation(Conversation):
         return logits_BV, keep_BXN
 
     def _draft(self, before_BW: Tensor, former_BD: Tensor, new_tokens: int) -> Tensor:
-        """The likeliest tokens after the pending one, had the prompt been evicted by its query and those of a
-        former draft: [B, D], -1 from the end of a row's draft on, and in rows that are within their budget.
-        All else stays as it is."""
+        """Decode a draft of D tokens greedily, from what the pending token's query and those of a former
+        draft choose of the prompt, and restore the state: [B, D], -1 after the end of a row's draft and in
+        rows within their budget."""
         runtime, batch, prompt = self.runtime, self.batch, self.cache
         changing = nn.ModuleList((batch, *prompt.retention))
         state = {name: tensor.clone() for name, tensor in changing.state_dict().items()}
@@ -217,7 +217,7 @@ class ModelConversation(Conversation):
     # Caches.
 
     def make_room(self, new_tokens: int) -> None:
-        """Go on in a larger decode cache where this one has no slots for so many tokens more."""
+        """Move to a larger decode cache if this one has too few slots for so many tokens more."""
         slots = self.cache.slots_for(new_tokens)
         if not self.overfull and self.cache.shape.slots < slots:
             self.move_to(self.runtime.buffers.decode_cache(self.stats.batch, slots))
@@ -261,7 +261,7 @@ class ModelConversation(Conversation):
         return refresh
 
     def check_ranks(self) -> None:
-        """Where the decoder is to do so, see that all ranks have come to the same."""
+        """With `check_ranks`, check that all ranks agree."""
         if self.runtime.checks_ranks:
             retention = self.cache.retention if self.cache.shape.scope != "head" else ()
             check_agreement(self.rule.tp, self.batch.token_B, retention)
@@ -272,7 +272,7 @@ class ModelConversation(Conversation):
         return ["stop" if row in stopped else "eos" if end else "length" for row, end in enumerate(ended)]
 
     def complete_stats(self) -> None:
-        """At the end of an answer."""
+        """Fill in what is known at the end of an answer."""
         cache, stats, runtime = self.cache, self.stats, self.runtime
         stats.sequence_tokens = self.batch.position_B.tolist()
         stats.kept_tokens = [int(n) if n.is_integer() else n for n in cache.mean_B.tolist()]

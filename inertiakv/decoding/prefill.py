@@ -1,4 +1,4 @@
-"""Entering prompts into a cache, chunk by chunk, rows of different lengths side by side.
+"""Prefill: enters prompts of different lengths into a cache, chunk by chunk.
 
 Shape letters: B batch, T query tokens, E hidden size.
 """
@@ -43,9 +43,9 @@ class Prefill:
         positions: list[int],
         progress: Progress | None,
     ) -> Tensor:
-        """Put each row's tokens into the slots and positions from `slots[b]` and `positions[b]` on; the last
-        token's hidden state, [B, E], of which only rows with tokens mean anything. `free_B` is moved behind
-        them."""
+        """Enter each row's tokens from slot `slots[b]` and position `positions[b]` on, and move the free
+        slot behind them. Returns the last token's hidden state, [B, E]; rows without tokens have no meaning
+        there."""
         device, longest = cache.device, max(map(len, rows))
         length_B = torch.tensor([len(row) for row in rows], device=device)
         slot_B1 = torch.tensor(slots, device=device)[:, None]

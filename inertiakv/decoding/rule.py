@@ -1,4 +1,4 @@
-"""An eviction rule made ready for a model: the one object that steps and graphs take it from.
+"""An eviction rule as steps and graphs use it.
 
 Shape letters: B batch.
 """
@@ -22,12 +22,12 @@ from .batch import BatchState
 
 
 class DecodingRule(nn.Module):
-    """An `EvictionConfig`, or None for the full cache, with what else a step needs to follow it.
+    """An `EvictionConfig` (None: the full cache) together with everything that a step needs to follow it:
+    backend, windows, coefficients of the recurrence.
 
-    A module with buffers: graphs read the numbers that the recurrence over layers uses from there, so that
-    another alpha recompiles nothing. Each layer has buffers of its own, since the compiler takes layers for
-    alike only where their inputs lie alike, and views of one buffer do not. As few as can be, since each
-    takes it time, and with one axis, since it compiles a graph twice for a number without any.
+    A module whose buffers hold the coefficients, so that another alpha recompiles nothing. Each layer has
+    buffers of its own: views of one buffer have different offsets, and the compiler would not see that
+    layers are alike. Buffers have one axis, since scalars make it compile a graph twice.
     """
 
     refresh_due: torch.Tensor | None
@@ -68,7 +68,7 @@ class DecodingRule(nn.Module):
         self.follow(config)
 
     def follow(self, config: EvictionConfig) -> None:
-        """Take the numbers of another rule whose decode steps have the same graphs."""
+        """Take over the numbers of another rule with the same `graph_key`."""
         self.config = config
         numbers = zip(*layer_coefficients(config, len(self.scored_layers)), strict=True)
         salt_L = uniform(torch.tensor(config.scorer_seed or 0), torch.tensor(self.scored_layers)) * 2**30

@@ -1,4 +1,4 @@
-"""What conversations run on, from one to the next: model, rule, buffers and graphs."""
+"""What outlives a conversation: model, rule, buffers and graphs."""
 
 from __future__ import annotations
 
@@ -110,9 +110,9 @@ class Runtime:
         return load_scorer(eviction.scorer_file, self.model.config, **where)  # type: ignore[arg-type]
 
     def _takes_one_graph(self, eviction: EvictionConfig | None) -> bool:
-        """Whether steps with and without refresh are one graph, which scores at each of them. On a CPU that
-        costs next to nothing where the scores are sums of what attention computes anyway, and to compile a
-        second graph takes many seconds."""
+        """Whether steps with and without refresh share one graph, which always scores. On a CPU that costs
+        next to nothing if scores are sums of attention weights, and a second graph takes many seconds to
+        compile."""
         if eviction is None or not eviction.refreshes or self.buffers.recorded_steps:
             return False
         alone_on_cpu = self.model.device.type == "cpu" and self.tp.size == 1

@@ -86,7 +86,7 @@ def restore(runtime: Runtime, state: dict[str, Any], tensors: dict[str, Tensor])
 
 
 def _buffers(cache: SlotCache, batch: BatchState) -> dict[str, Tensor]:
-    """By the names that they have in a file."""
+    """The buffers by their names in a file."""
     parts = {"layers": cache.layers, "tables": cache.retention}
     return nn.ModuleDict({"cache": nn.ModuleDict(parts), "rows": batch}).state_dict()  # type: ignore[arg-type]
 
@@ -109,7 +109,8 @@ def _check_complete(runtime: Runtime, state: dict[str, Any], tensors: dict[str, 
 
 
 def _identity(runtime: Runtime) -> dict[str, Any]:
-    """What a conversation cannot do without: the sizes of the model, its dtype, the eviction rule."""
+    """What a conversation belongs to: sizes and dtype of the model, a checksum of its weights, the eviction
+    rule."""
     model, eviction = runtime.model, runtime.rule.config
     sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size", "windows")
     embedding = next(model.parameters()) if isinstance(model, torch.nn.Module) else torch.zeros(1)

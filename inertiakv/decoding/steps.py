@@ -1,7 +1,7 @@
-"""The passes over a cache: a prompt chunk, the step that evicts a whole prompt, the decode step.
+"""The forward passes: a prompt chunk, the step that evicts a whole prompt, the decode step.
 
-Each drives a model by the small interface of `inertiakv.model`. For models that run by themselves
-(`inertiakv.integrations`) the state of each pass can be had alone.
+Each `*_step` runs a model (`inertiakv.model`); its `*_state` is for models that run by themselves
+(`inertiakv.integrations`).
 
 Shape letters: B batch, T query tokens, E hidden size, V vocabulary, W tokens before the new one, D drafted
 tokens, X retention sets, N slots.

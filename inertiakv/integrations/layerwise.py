@@ -1,8 +1,7 @@
-"""A conversation whose model runs by itself: nobody asks it for a pass, it comes layer by layer.
+"""A conversation whose model runs by itself and calls in layer by layer.
 
-What a pass is for shows in how many tokens it brings. Several are a prompt, or after an answer a further
-turn; one, once there is a prompt, is a decode step. All else, masks, scores, budgets, what is evicted and
-when, are the passes of `inertiakv.decoding.steps`.
+The number of tokens tells what a pass is: several are a prompt or, after an answer, a further turn; one,
+once there is a prompt, is a decode step. Everything else is as in `inertiakv.decoding.steps`.
 
 Shape letters: B batch, T tokens of a pass, t those of a part of it, H query heads, G KV heads, N slots, D
 head dim, W last queries of a prompt, X retention sets.
@@ -55,7 +54,7 @@ class Part:
 
 
 class LayerwiseConversation(Conversation):
-    """Begin a pass, attend in each layer, end the pass. Broken off in between it is of no use."""
+    """For each pass: `begin`, `attend` in each layer, `end`. Broken off in between, it is of no use."""
 
     def __init__(
         self,

@@ -3,10 +3,9 @@
     cache = InertiaCache(model, EvictionConfig(compression=0.9, refresh=4))
     model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
 
-A model of transformers hands K and V to its cache, and then looks up in its config what attends. The cache
-writes its own name there for as long as that takes: what is registered under it, a maker of masks and an
-attention function, puts back what was there before it does anything else. Nothing else of the model is
-touched.
+A model of transformers hands K and V to its cache, then looks up the attention function by a name in its
+config. The cache puts its own name there just before; the mask and attention functions registered under it
+first restore the old name. Nothing else of the model is touched.
 
 Shape letters: B batch, T tokens of a pass, S all tokens so far with their padding, H query heads, G KV heads,
 D head dim, L tokens that a sliding layer still has.
@@ -282,7 +281,7 @@ class InertiaCache(Cache):
 
 
 class _Lent(str):
-    """Our name in a model's config: who wrote it there, and what had been there."""
+    """Our name in a model's config, with the cache that put it there and the name before."""
 
     def __new__(cls, cache: InertiaCache, before: str | None) -> _Lent:
         name = super().__new__(cls, NAME)

@@ -17,10 +17,10 @@ def layer_coefficients(config: EvictionConfig, num_layers: int) -> tuple[list[fl
     """`decay` and `gain`, one for each layer that scores: after layer l, `m = decay[l] * m + gain[l] *
     score[l]`.
 
-    The EMA of the paper is decay alpha, gain 1 - alpha in every layer, so that alpha weights layers
-    and remembers steps at once. The other couplings are written out as an EMA over steps of a weighted mean
-    over layers: the first layer decays the utility by the memory `a`, and every layer adds its share of 1 -
-    a. Where layers have sets of their own nothing runs over layers, and `a` is alpha.
+    The paper's EMA has decay alpha and gain 1 - alpha in every layer, so alpha weights layers and remembers
+    steps at once. The other couplings are an EMA over steps of a weighted mean over layers: the first layer
+    decays the utility by the memory `a`, and every layer adds its share of 1 - a. With a retention set for
+    each layer there is no recurrence over layers, and `a` is alpha.
     """
     alpha = 0.0 if config.alpha is None else config.alpha
     if config.aggregation == "cumulative":
@@ -42,14 +42,13 @@ def layer_coefficients(config: EvictionConfig, num_layers: int) -> tuple[list[fl
 
 
 class Coefficients(NamedTuple):
-    """Of one layer: decay and gain, which its scores are taken up with, and what they start from where they
-    are random, [1]."""
+    """Of one layer: decay and gain of the recurrence, [2], and the seed of random scores, [1]."""
 
     smoothing: Tensor
     salt: Tensor | None = None
 
 
 def updated(utility_BXN: Tensor, score_BXN: Tensor, scored_BXN: Tensor, smoothing: Tensor) -> Tensor:
-    """The utilities after one layer's scores, where `scored_BXN` (bool) says so; elsewhere as they were."""
+    """The utilities after one layer's scores; unchanged where `scored_BXN` (bool) is False."""
     decay, gain = smoothing.split(1)
     return torch.where(scored_BXN, decay * utility_BXN + gain * score_BXN, utility_BXN)

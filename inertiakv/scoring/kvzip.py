@@ -1,12 +1,12 @@
-"""KVzip's scores: what the model looks at when it repeats the prompt (arXiv 2505.23416).
+"""KVzip's scores: the attention that the model pays while it repeats the prompt (arXiv 2505.23416).
 
-Chunk by chunk the prompt is given once more, behind itself, and a token of it is worth the most attention
-that any of these queries pays to it. They see the whole prompt and one another; the softmax of the score is
-over the chunk, the sinks and themselves alone. Nothing of a repetition is kept.
+The prompt is fed again behind itself, chunk by chunk. A token's score is the maximum attention that any
+query of its chunk's repetition pays to it. These queries attend over the whole prompt and one another; the
+softmax of the score is over the chunk, the sinks and the queries only. Nothing of a repetition is cached.
 
-That costs as much as several prefills, on a CPU as three or four: every token goes through the model again,
-behind all of the prompt, and the attention to its chunk is computed a second time for its weights. Positions
-run on behind the prompt, by a chunk at most.
+This costs three or four prefills on a CPU: every token goes through the model again, attends over the whole
+prompt, and its chunk's attention is computed a second time for the weights. Positions go on behind the
+prompt, by a chunk at most.
 
 Shape letters: B batch, T query tokens, H query heads, G KV heads, X retention sets, N slots, C prompt tokens
 of a chunk, S sinks, D head dim.
@@ -60,7 +60,7 @@ def reconstruct(
     prefix: Sequence[int],
     sinks: int,
 ) -> None:
-    """Score the tokens that the rows have just put into the cache, each its own: their utilities, in place.
+    """Score the tokens that have just been entered into the cache: sets their utilities, in place.
 
     `prefix`: token ids before every repetition, an instruction say. `sinks`: positions that are not evicted.
     """
@@ -138,8 +138,8 @@ class RepetitionLayerPass:
         return dense_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, *ends)
 
     def _keys(self, k_BGTD: Tensor, own_BXT: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys that scores are made with, of S sinks, C tokens of the chunk and T queries, and their
-        positions, `EMPTY` for those that do not count."""
+        """The keys of the score's softmax (S sinks, C tokens of the chunk, T queries) and their positions,
+        `EMPTY` for padding."""
         r, position_BXN = self.repetition, self.sets.position_BXN
         sinks_BXS = position_BXN[..., : r.sinks]
         sinks_BXS = torch.where(sinks_BXS < r.first_B.clamp_max(r.sinks)[:, None, None], sinks_BXS, EMPTY)

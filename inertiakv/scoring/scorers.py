@@ -1,4 +1,4 @@
-"""Token scores: one small pure function a scorer, and what each of them needs to see.
+"""Scorers: one small pure function each.
 
 A score is made for every KV head, [B, G, N], or once for all of them, [B, 1, N]; a retention set that several
 heads share takes the mean of theirs. Scores are float32, or float64 for a float64 model.
@@ -77,9 +77,8 @@ class Evidence(NamedTuple):
         return self.weights_BGRN
 
     def mean(self, x_BGR: Tensor, tp: TensorParallel = SINGLE_PROCESS) -> Tensor:
-        """Mean over the queries of a KV head, of what is 0 for padding: [B, G, R, ...] to [B, G, ...]. With
-        `window_by="max"` it is the mean over query heads alone, of which `tp` has more, and then the most
-        that any of the queries has."""
+        """Mean over the queries of a KV head: [B, G, R, ...] to [B, G, ...], where padding has 0. With
+        `window_by="max"` the mean over query heads (of all ranks of `tp`), then the maximum over queries."""
         queries = self.q_BHTD.shape[2]
         if self.state.window_by == "max" and queries > 1:
             return tp.mean(x_BGR.unflatten(2, (-1, queries)).mean(2)).amax(2)
@@ -137,8 +136,8 @@ def keydiff(e: Evidence) -> Tensor:
 def key_norm(e: Evidence) -> Tensor:
     """Minus the norm of the key: small keys draw attention (arXiv 2406.11430).
 
-    In the first layer a token has the same norm wherever it stands, but for rounding, which differs with the
-    batch: cut off, so that the age decides which of them goes.
+    In the first layer equal tokens have equal norms up to rounding, which differs with the batch. The norm
+    is cut to 14 bits, so that age decides between them.
     """
     return -torch.where(e.occupied_BXN, _cut(_norm(e.k_BGND)), 0.0)
 
