@@ -132,10 +132,10 @@ class ForwardPass:
 
 
 class LayerPass:
-    """What one layer attends through, and the utilities on their way through it.
+    """What one layer attends through.
 
-    They go in and come out again. Written in place, as K and V are, they would be read too early afterwards:
-    the compiler does not see what a region writes, and nothing but the region itself reads K and V.
+    Utilities go in and come out again: within a pass only the region itself may read what it writes in place,
+    as it does K and V.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class LayerPass:
     ) -> None:
         self.kv, self.state = kv, state
         self.utility_BXN, self.coefficients = utility_BXN, coefficients
-        # A list: a new value of an attribute would be lost around FlexAttention's call, a compiler defect.
+        # A list: an attribute set after FlexAttention is lost in a region (test_compiler_defects.py).
         self.scored: list[Tensor] = []
 
     def attend(

@@ -27,7 +27,7 @@ class DecodingRule(nn.Module):
 
     A module whose buffers hold the coefficients, so that another alpha recompiles nothing. Each layer has
     buffers of its own: views of one buffer have different offsets, and the compiler would not see that
-    layers are alike. Buffers have one axis, since scalars make it compile a graph twice.
+    layers are alike. Buffers have one axis, since scalars compile a graph twice (test_compiler_defects.py).
     """
 
     refresh_due: torch.Tensor | None
