@@ -30,7 +30,7 @@ from inertiakv.scripts.planning.rank import Rank, rank_of
 from inertiakv.scripts.planning.room import Request, Room, room_for
 from inertiakv.scripts.planning.speed import Link, Sample, Shares
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TINY, CHUNK = parse_config(SHAPES["tiny"]), 2048
 DEVICE = Device("slow", "cpu", 1e9, 1e9, {})
 SHARES = Shares(0.8, 0.5, None, "given")

@@ -22,7 +22,7 @@ from inertiakv.scripts.training import distill
 from inertiakv.scripts.training.attention import WatchedPass, log_attention
 from inertiakv.scripts.training.distill import Distillation, Recipe, agreement
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "scripts" / "demo" / "lighthouse.txt").read_text("utf-8")[:1600]
 SMALL = ("--length", 64, "--queries", 16, "--steps", 30)
 
