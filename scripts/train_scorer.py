@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import hashlib
 import json
 import math
@@ -36,6 +35,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
+from inertiakv.evals.reporting.table import aligned
 from inertiakv.models import Transformer, load_model
 from inertiakv.models.encoding import encode_text
 from inertiakv.scoring.learned import RANK, save_scorer, settings_path
@@ -43,7 +43,7 @@ from inertiakv.scripts.cli import options, program
 from inertiakv.scripts.cli.console import say
 from inertiakv.scripts.cli.machine import ModelOptions, check_device, loading
 from inertiakv.scripts.cli.prompts import read_text
-from inertiakv.scripts.training.distill import Distillation, Quality, Recipe
+from inertiakv.scripts.training.distill import Distillation, Recipe
 
 LEAST_LENGTH = 32
 SAVE_EVERY = 10
@@ -52,7 +52,7 @@ SAVE_EVERY = 10
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What the model reads while its attention is watched."""
+    """What the model reads."""
 
     text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...", help_behavior_hint="")] = ()
     """Text files in UTF-8, joined and cut into pieces."""
@@ -103,7 +103,7 @@ class Arguments:
 
     @property
     def checkpoint(self) -> Path:
-        return self.output.out.with_suffix(".checkpoint.safetensors")
+        return self.output.out.with_suffix(".checkpoint.pt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,8 +136,8 @@ def run(args: Arguments) -> None:
     before, after = distillation.measure(distillation.untrained()), distillation.measure(scorer)
     settings["held_out"] = {
         "pieces": len(distillation.held_out_CT),
-        "untrained": {"spearman": before.spearman, "jaccard": before.jaccard},
-        "trained": dataclasses.asdict(after),
+        "untrained": {name: before[name] for name in ("spearman", "jaccard")},
+        "trained": after,
     }
     save_scorer(args.output.out, scorer, settings)
     args.checkpoint.unlink()
@@ -195,16 +195,18 @@ def describe(args: Arguments, texts: list[str], tokens_CT: Tensor, model: Transf
         "dtype": str(model.dtype).removeprefix("torch."),
         "weights": name if folder.is_dir() else model.source,
         "sizes": {**sizes, "rank": RANK},
-        "text": [_fingerprint(path, text) for path, text in zip(args.text.text, texts, strict=True)],
+        "text": [
+            {
+                "name": path.name,
+                "characters": len(text),
+                "sha256": hashlib.sha256(text.encode()).hexdigest(),
+            }
+            for path, text in zip(args.text.text, texts, strict=True)
+        ],
         "note": args.text.note,
         "pieces": len(tokens_CT),
         "command": f"python scripts/train_scorer.py --text {names} {command}",
     }
-
-
-def _fingerprint(path: Path, text: str) -> dict[str, Any]:
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return {"name": path.name, "characters": len(text), "sha256": digest}
 
 
 def train(distillation: Distillation, checkpoint: Path, settings: dict[str, Any]) -> None:
@@ -225,13 +227,11 @@ def train(distillation: Distillation, checkpoint: Path, settings: dict[str, Any]
                 say(f"step {distillation.step:,} of {steps:,}: loss {loss:.3f}, {seconds:.2f} s a step")
 
 
-def table(before: Quality, after: Quality) -> str:
-    rows = [
-        ("held out", "untrained", "trained"),
-        ("Spearman with attention", f"{before.spearman:.3f}", f"{after.spearman:.3f}"),
-        ("Jaccard of the best tenth", f"{before.jaccard:.3f}", f"{after.jaccard:.3f}"),
-    ]
-    return "\n".join(f"{name:<27}{left:>10}{right:>10}" for name, left, right in rows)
+def table(before: dict[str, Any], after: dict[str, Any]) -> str:
+    rows = [["held out", "untrained", "trained"]]
+    for title, name in (("Spearman with attention", "spearman"), ("Jaccard of the best tenth", "jaccard")):
+        rows.append([title, f"{before[name]:.3f}", f"{after[name]:.3f}"])
+    return "\n".join(aligned(rows))
 
 
 if __name__ == "__main__":

@@ -12,22 +12,20 @@ Shape letters: C texts, T tokens of each, H query heads, G KV heads, D head dim,
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from inertiakv.evals import diagnostics as dx
 from inertiakv.models import Transformer
 from inertiakv.scoring.learned import LearnedScorer
-from inertiakv.scripts.training.attention import WatchedPass, log_attention
+from inertiakv.scripts.training.attention import ObservedPass, log_attention
 
 KL_WEIGHT = 0.1
 RATE_INPUTS = 512
@@ -47,16 +45,6 @@ class Recipe:
     steps: int
     lr: float
     seed: int
-
-
-@dataclass(frozen=True)
-class Quality:
-    """How well scores order tokens as attention does, means over held-out queries."""
-
-    spearman: float
-    jaccard: float
-    spearman_by_layer: list[float]
-    jaccard_by_layer: list[float]
 
 
 class Distillation:
@@ -102,74 +90,67 @@ class Distillation:
                 layer_loss.backward()  # at once, so that no layer's scores are held
             losses.append(layer_loss.detach())
 
-        self._watch(self.texts_CT[text], self._random(3, self.step), learn)
+        self._observe(self.texts_CT[text], self._random(3, self.step), learn)
         self.optimizer.step()
         self.step += 1
         return torch.stack(losses).sum().item()
 
-    def measure(self, scorer: LearnedScorer) -> Quality:
-        """How a scorer does on the texts that were held out."""
-        rows: list[tuple[float, float]] = []
+    def measure(self, scorer: LearnedScorer) -> dict[str, Any]:
+        """How a scorer orders the tokens of the texts that were held out: Spearman and Jaccard with attention, in
+        all and by layer."""
+        found: list[tuple[float, float]] = []
 
         def compare(q_QHD: Tensor, k_GND: Tensor, target_QN: Tensor) -> None:
-            score_QN = scores(scorer, q_QHD, k_GND)
-            rows.append(agreement(score_QN, target_QN))
+            found.append(agreement(scores(scorer, q_QHD, k_GND), target_QN))
 
         for index, text_T in enumerate(self.held_out_CT):
-            self._watch(text_T, self._random(4, index), compare)
-        table = torch.tensor(rows, dtype=torch.float64).view(len(self.held_out_CT), -1, 2).mean(0)
-        by_layer = [[round(x, 4) for x in column.tolist()] for column in table.unbind(-1)]
-        means = [round(x, 4) for x in table.mean(0).tolist()]
-        return Quality(means[0], means[1], *by_layer)
+            self._observe(text_T, self._random(4, index), compare)
+        by_layer_L2 = torch.tensor(found, dtype=torch.float64).view(len(self.held_out_CT), -1, 2).mean(0)
+        spearman, jaccard = ([round(x, 4) for x in column.tolist()] for column in by_layer_L2.unbind(-1))
+        means = [round(x, 4) for x in by_layer_L2.mean(0).tolist()]
+        return {
+            "spearman": means[0],
+            "jaccard": means[1],
+            "spearman_by_layer": spearman,
+            "jaccard_by_layer": jaccard,
+        }
 
     def save(self, path: Path, settings: dict[str, Any]) -> None:
-        """Write everything that going on needs, in one piece: what breaks this off leaves the file before."""
-        state = self.optimizer.state_dict()["state"]
-        tensors = {f"adam.{i}.{name}": tensor for i, entry in state.items() for name, tensor in entry.items()}
-        tensors |= {f"scorer.{name}": tensor for name, tensor in self.scorer.state_dict().items()}
+        """Write everything that going on needs; what breaks this off leaves the file before."""
+        state = {"scorer": self.scorer.state_dict(), "optimizer": self.optimizer.state_dict()}
         new = path.with_suffix(".new")
-        save_file(tensors, new, {"settings": json.dumps(settings), "step": str(self.step)})
+        torch.save({**state, "settings": settings, "step": self.step}, new)
         os.replace(new, path)
 
     def load(self, path: Path, settings: dict[str, Any]) -> None:
         """Go on where a training with the same settings was saved. Raises ValueError for other settings and
         for a file that is no checkpoint."""
         try:
-            with safe_open(path, "pt", device=str(self.model.device)) as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            theirs, step = json.loads(metadata["settings"]), int(metadata["step"])
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise ValueError(f"{path} is no checkpoint of a training: {error!r}") from error
+            state = torch.load(path, map_location=self.model.device, weights_only=True)
+            theirs, self.step = state["settings"], state["step"]
+        except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no checkpoint of a training") from error
         for name, ours in settings.items():
             if theirs.get(name) != ours:
                 what = f"{name} {theirs.get(name)!r}, not {ours!r}" if name != "text" else "another text"
                 raise ValueError(f"{path} was made with {what}")
-        self.scorer.load_state_dict(
-            {name: tensors[f"scorer.{name}"] for name, _ in self.scorer.named_parameters()}
-        )
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            if name.startswith("adam."):
-                _, index, entry = name.split(".")
-                state.setdefault(int(index), {})[entry] = tensor
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
-        self.step = step
+        self.scorer.load_state_dict(state["scorer"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
     @torch.no_grad()
-    def _watch(self, text_T: Tensor, random: torch.Generator, use: Any) -> None:
+    def _observe(self, text_T: Tensor, random: torch.Generator, use: Any) -> None:
         """Send a text through the model; `use(q_QHD, k_GND, target_QN)` in each layer, the same queries."""
         tokens_1T = text_T[None].to(self.model.device)
         length = len(text_T)
         position_Q = torch.randint(length // 2, length, (self.recipe.queries,), generator=random)
         position_Q = position_Q.to(self.model.device)
 
-        def watch(q_BHTD: Tensor, k_BGTD: Tensor, window: int | None, scale: float) -> None:
+        def observe(q_BHTD: Tensor, k_BGTD: Tensor, window: int | None, scale: float) -> None:
             q_QHD = q_BHTD[0, :, position_Q].transpose(0, 1)
             use(q_QHD, k_BGTD[0], log_attention(q_QHD, k_BGTD[0], position_Q, window, scale))
 
         positions_1T = torch.arange(length, device=self.model.device)[None]
-        self.model(tokens_1T, positions_1T, WatchedPass(watch))
+        self.model(tokens_1T, positions_1T, ObservedPass(observe))
 
     def _random(self, *what: int) -> torch.Generator:
         """A generator of its own for each thing that is drawn."""
