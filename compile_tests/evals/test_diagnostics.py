@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 import torch
@@ -106,6 +107,10 @@ def as_sets(mask: Tensor) -> list[set[int]]:
     return [set(row.nonzero()[:, 0].tolist()) for row in mask]
 
 
+def as_dicts(value: Tensor) -> list[dict[int, float]]:
+    return [{p: v for p, v in enumerate(row) if not math.isnan(v)} for row in value.tolist()]
+
+
 def masks(sets: Sequence[set[int]], length: int = 8) -> Tensor:
     return torch.tensor([[p in one for p in range(length)] for one in sets])
 
@@ -116,14 +121,9 @@ def average(values: Sequence[float]) -> float:
 
 
 def close(actual: Tensor | float, expected: Sequence[float] | float) -> None:
-    actual = torch.as_tensor(actual).double()
-    torch.testing.assert_close(
-        actual,
-        torch.tensor(expected, dtype=torch.float64).reshape(actual.shape),
-        rtol=1e-5,
-        atol=1e-6,
-        equal_nan=True,
-    )
+    actual = torch.as_tensor(actual, dtype=torch.float64)
+    wanted = torch.tensor(expected, dtype=torch.float64).reshape(actual.shape)
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 # From slots to positions
@@ -135,12 +135,8 @@ def test_nothing_depends_on_slots(run: Made, seed: int) -> None:
     trace = run.trace(seed)
     assert as_sets(trace.present_TP) == run.present
     assert trace.newest_T.tolist() == run.newest
-    for step, utility in enumerate(run.utilities):
-        values = trace.utility_TP[step].tolist()
-        assert {p: value for p, value in enumerate(values) if not math.isnan(value)} == utility
-        for layer, votes in enumerate(run.scores[step]):
-            values = trace.score_TLP[step, layer].tolist()
-            assert {p: value for p, value in enumerate(values) if not math.isnan(value)} == votes
+    assert as_dicts(trace.utility_TP) == run.utilities
+    assert [as_dicts(layers_LP) for layers_LP in trace.score_TLP] == run.scores
     assert trace.scored_T.tolist() == [any(layers) for layers in run.scores]
 
 
@@ -168,7 +164,7 @@ def test_a_run_is_its_first_steps_and_those_after_them(run: Made, steps: int) ->
     later = Made(run.utilities[steps:], run.scores[steps:], run.newest[steps:])
     if later.newest:
         joined = whole.first(steps).then(later.trace(seed=1))
-        for name in ("utility_TP", "score_TLP", "present_TP", "protected_TP", "newest_T"):
+        for name in ("utility_TP", "score_TLP", "protected_TP", "newest_T"):
             torch.testing.assert_close(getattr(joined, name), getattr(whole, name), equal_nan=True)
 
 
@@ -230,7 +226,6 @@ def test_cached_sets_are_what_the_next_step_saw() -> None:
 
 def test_known_churn() -> None:
     set_TP = masks([{0, 1, 2, 3}, {0, 1, 2, 4}, {0, 1, 2, 4}, {5, 6, 7, 4}])
-    assert dx.arrivals(set_TP).tolist() == [1, 0, 3]
     close(dx.churn(set_TP), [0.25, 0, 0.75])
     assert dx.at_most_one_change(set_TP).tolist() == [1, 1, 0]
     close(dx.jaccard(set_TP[0], set_TP[1]), 3 / 5)
@@ -300,13 +295,6 @@ def python_rank_changes(run: Made, sets: Sequence[set[int]]) -> list[float]:
 
 
 @given(made_runs(), budgets)
-def test_rank_changes(run: Made, budget: int) -> None:
-    trace = run.trace()
-    expected = python_rank_changes(run, [top(utility, budget) for utility in run.utilities])
-    close(dx.rank_changes(trace.utility_TP, dx.ema_sets(trace, budget)), expected)
-
-
-@given(made_runs(), budgets)
 def test_a_row_of_the_table(run: Made, budget: int) -> None:
     ema, raw = [top(u, budget) for u in run.utilities], [top(s, budget) for s in run.raw]
     scored = [step for step, layers in enumerate(run.scores) if any(layers)]
@@ -339,21 +327,21 @@ def test_a_row_of_the_table(run: Made, budget: int) -> None:
         "score_entropy": [entropy(score) for score in run.raw],
         "rank_changes": python_rank_changes(run, ema),
     }.items():
-        close(getattr(actual, name), average(expected))
+        close(actual[name], average(expected))
 
 
 def test_a_run_that_took_no_scores_has_the_rest_of_the_row() -> None:
     row = dx.stability(Made([{0: 1.0, 1: 2.0}, {0: 1.0, 1: 0.0, 2: 3.0}], [[{}], [{}]], [1, 2]).trace(), 1)
-    assert row.ema_churn == 1
-    assert math.isnan(row.raw_churn)
-    assert math.isnan(row.score_entropy)
+    assert row["ema_churn"] == 1
+    assert math.isnan(row["raw_churn"])
+    assert math.isnan(row["score_entropy"])
 
 
 def test_protected_tokens_are_no_part_of_the_margin() -> None:
     run = Made([{0: -9.0, 1: 1.0, 2: 5.0, 3: 8.0}], [[{}]], [3])
     protected = row_trace(run.recording(), limits=limits(sinks=1, recent=0))
     spread = torch.tensor([1.0, 5.0, 8.0]).std(correction=0).item()
-    close(dx.stability(protected, 2).boundary_margin, (8 - 5) / spread)
+    close(dx.stability(protected, 2)["boundary_margin"], (8 - 5) / spread)
 
 
 # Between scorers
@@ -361,31 +349,19 @@ def test_protected_tokens_are_no_part_of_the_margin() -> None:
 
 
 @given(made_runs(), st.randoms(use_true_random=False), budgets)
-def test_two_scorers(run: Made, random: object, budget: int) -> None:
-    other = Made(
-        run.utilities,
-        [[{p: float(random.randint(0, 4)) for p in votes} for votes in layers] for layers in run.scores],  # type: ignore[attr-defined]
-        run.newest,
-    )
-    a, b = run.trace(seed=1), other.trace(seed=2)
-    layers = range(len(run.scores[0]))
-    pairs = [list(zip(x, y, strict=True)) for x, y in zip(run.scores, other.scores, strict=True)]
-    close(
-        dx.layer_spearman(a, b),
-        [average([python_spearman(*step[layer]) for step in pairs]) for layer in layers],
-    )
-    close(
-        dx.layer_jaccard(a, b, budget),
-        [
-            average(
-                [
-                    len(top(x, budget) & top(y, budget)) / len(top(x, budget) | top(y, budget)) if x else NAN
-                    for x, y in (step[layer] for step in pairs)
-                ]
-            )
-            for layer in layers
-        ],
-    )
+def test_two_scorers(run: Made, random: Random, budget: int) -> None:
+    scores = [[{p: float(random.randint(0, 4)) for p in votes} for votes in layers] for layers in run.scores]
+    a, b = run.trace(seed=1), Made(run.utilities, scores, run.newest).trace(seed=2)
+
+    def by_layer(of: Callable[[dict[int, float], dict[int, float]], float]) -> list[float]:
+        pairs = zip(zip(*run.scores, strict=True), zip(*scores, strict=True), strict=True)
+        return [average([of(x, y) for x, y in zip(*steps, strict=True)]) for steps in pairs]
+
+    def jaccard(x: dict[int, float], y: dict[int, float]) -> float:
+        return len(top(x, budget) & top(y, budget)) / len(top(x, budget) | top(y, budget)) if x else NAN
+
+    close(dx.layer_spearman(a, b), by_layer(python_spearman))
+    close(dx.layer_jaccard(a, b, budget), by_layer(jaccard))
 
 
 def test_an_order_is_kept_by_whatever_grows() -> None:
@@ -398,10 +374,9 @@ def test_an_order_is_kept_by_whatever_grows() -> None:
 def test_runs_of_different_steps_are_not_compared() -> None:
     a = Made([{0: 1.0, 1: 2.0}], [[{0: 1.0, 1: 2.0}]], [1]).trace()
     b = Made([{0: 1.0, 1: 2.0, 2: 1.0}], [[{0: 1.0, 1: 2.0, 2: 1.0}]], [2]).trace()
-    with pytest.raises(ValueError, match=r"\[1, 2\] and \[1, 3\]"):
-        dx.layer_spearman(a, b)
-    with pytest.raises(ValueError, match="the same tokens"):
-        dx.layer_jaccard(b, a, 1)
+    for compared in (dx.layer_spearman, lambda *traces: dx.layer_jaccard(*traces, 1)):
+        with pytest.raises(ValueError, match=r"\[1, 2\] and \[1, 3\]"):
+            compared(a, b)
 
 
 # Layers
@@ -409,8 +384,7 @@ def test_runs_of_different_steps_are_not_compared() -> None:
 
 RULES = [
     EvictionConfig(),
-    EvictionConfig(alpha=0.5),
-    EvictionConfig(coupling="temporal"),
+    EvictionConfig(coupling="temporal", alpha=0.5),
     EvictionConfig(coupling="layer"),
     EvictionConfig(step_alpha=0.7),
     EvictionConfig(aggregation="single"),
@@ -432,9 +406,8 @@ def followed(run: Made, config: EvictionConfig) -> Made:
     return Made(utilities, run.scores, run.newest)
 
 
-@pytest.mark.parametrize("config", RULES, ids=map(str, range(len(RULES))))
-@given(run=made_runs())
-def test_layers_and_the_past_add_up_to_the_utility(config: EvictionConfig, run: Made) -> None:
+@given(made_runs(), st.sampled_from(RULES))
+def test_layers_and_the_past_add_up_to_the_utility(run: Made, config: EvictionConfig) -> None:
     trace = followed(run, config).trace()
     expected_TP = trace.scored().utility_TP.nan_to_num(0)
     torch.testing.assert_close(dx.addends(trace, config).sum(1), expected_TP, rtol=1e-4, atol=1e-5)
@@ -473,9 +446,8 @@ def test_a_vote_against_is_negative_and_the_past_has_a_vote() -> None:
     close(profile.decided_L, [0, 0.5, 0.5])
 
 
-@pytest.mark.parametrize("config", RULES[:3], ids=["alpha 0.8", "alpha 0.5", "temporal"])
-@given(run=made_runs(), budget=budgets)
-def test_layer_profile(config: EvictionConfig, run: Made, budget: int) -> None:
+@given(made_runs(), st.sampled_from(RULES[:2]), budgets)
+def test_layer_profile(run: Made, config: EvictionConfig, budget: int) -> None:
     run = followed(run, config)
     layers = len(run.scores[0])
     voting = [layer for layer in range(layers) if any(step[layer] for step in run.scores)]
