@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compile_tests.tiny import RowState, set_states
+from inertiakv.attention.forward_state import ForwardState
 from inertiakv.cache.retention import RetentionSets
 from inertiakv.cache.slot_cache import CacheShape, SlotCache, bucket
 from inertiakv.config import Scope
-from inertiakv.decoding.forward import CacheView, Pass
+from inertiakv.decoding.forward import ForwardPass
 from inertiakv.eviction.protection import Limits, protected
-from inertiakv.eviction.rule import next_slot, retained
+from inertiakv.eviction.rule import evict_one, next_slot, retained
 
 LAYERS, HEADS, DIM = 2, 3, 4
 
@@ -108,7 +109,7 @@ class Sequence:
             table.insert(slots, positions_BT)
         for index, layer in enumerate(self.cache.layers):
             k_BTGD = torch.stack([encode(row, index, positions_BT[row]) for row in self.rows])
-            slots = slots_BXT[self.cache.table_index(index)]
+            slots = slots_BXT[0 if len(slots_BXT) == 1 else index]
             layer.write(slots, k_BTGD.transpose(1, 2), -k_BTGD.transpose(1, 2))
 
     def score(self) -> None:
@@ -173,7 +174,7 @@ class Sequence:
             for row in self.rows
         ]
         for table in self.cache.retention:
-            table.evict_one(table.utility_BXN, self.protected(table), active_B)
+            evict_one(table, table.utility_BXN, self.protected(table), active_B)
         if check:
             self.check(expected)
 
@@ -341,7 +342,8 @@ def attend(cache: SlotCache, next_B: Tensor, queries: int, seed: int) -> Tensor:
     )
     offset_T = torch.arange(queries)
     positions_BT, slots_BT = next_B[:, None] + offset_T, cache.most_B[:, None] + offset_T
-    view = CacheView(cache, Pass(positions_BT, slots_BT, "dense", windows=(None, 9)))
+    view = ForwardPass(cache, ForwardState(positions_BT, slots_BT, "dense", windows=(None, 9)))
+    view.begin()
     new = (q_BHTD, k_BGTD, v_BGTD)
     return torch.stack(
         [

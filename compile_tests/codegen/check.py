@@ -41,9 +41,9 @@ from inertiakv.cache.slot_cache import CacheShape, SlotCache
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 from inertiakv.compiling.graphs import Graphs
 from inertiakv.decoding.batch import BatchState
-from inertiakv.decoding.steps import Method, decode_step
+from inertiakv.decoding.rule import DecodingRule
+from inertiakv.decoding.steps import decode_step
 from inertiakv.models import Transformer, parse_config
-from inertiakv.scoring.aggregation import Aggregation
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 LLAMA_8B = {
@@ -75,9 +75,8 @@ class Step:
 
     model: Transformer
     cache: SlotCache
-    rows: BatchState
-    aggregation: Aggregation
-    method: Method
+    batch: BatchState
+    rule: DecodingRule
 
     @classmethod
     def make(
@@ -121,18 +120,16 @@ class Step:
             model,
             SlotCache(shape, dtype=dtype, device=device),
             BatchState(batch, device),
-            Aggregation(RULE, config.num_layers, torch.float32, device),
-            Method(RULE, backend, tuple(dict.fromkeys(config.windows))),  # type: ignore[arg-type]
+            DecodingRule(RULE, config.num_layers, config.windows, backend, dtype, device, tp=tp),
         )
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
-        return self.model, self.cache, self.rows, self.aggregation
+        return self.model, self.cache, self.batch, self.rule
 
     def run(self, graphs: Graphs, *, refresh: bool, greedy: bool) -> None:
-        aggregation = self.aggregation if refresh else None
-        args = (self.model, self.cache, self.rows, self.method, aggregation, None, None)
-        graphs.run(("step",), decode_step, *args, greedy=greedy)
+        args = (self.model, self.cache, self.batch, self.rule, None)
+        graphs.run(("step",), decode_step, *args, scores=refresh, greedy=greedy)
 
 
 class _NotRun(Exception):
@@ -200,12 +197,12 @@ def first_of(size: int) -> TensorParallel:
 
 
 def lower(options: argparse.Namespace) -> dict[str, Any]:
-    tp = first_of(options.tp)
+    tp = first_of(options.ranks)
     graphs = Graphs(enabled=True, device=CUDA)
     sizes = {**LLAMA_8B, "num_hidden_layers": options.layers}
     sizes |= {"num_attention_heads": options.heads, "num_key_value_heads": options.kv_heads}
     with FakeTensorMode(), torch.no_grad(), fresh_cache(), recorded() as partitions, written() as sources:
-        how = {"backend": options.backend, "ranks": tp}
+        how = {"backend": options.backend, "tp": tp}
         step = Step.make(sizes, options.batch, SLOTS_8B, torch.bfloat16, CUDA, **how)
         with (
             _planted_copy() if options.plant else nullcontext(),
@@ -335,7 +332,7 @@ def begin(step: Step) -> Step:
             parameter.uniform_(0.5, 1.5, generator=generator)
         else:
             parameter.normal_(0.0, 1.0 if "embed" in name else 0.35, generator=generator)
-    cache, rows = step.cache, step.rows
+    cache, rows = step.cache, step.batch
     (table,) = cache.retention
     table.budget_BX.fill_(RULE.budget or 0)
     for row, held in enumerate((180, 90, 180)):
@@ -366,7 +363,7 @@ def state(step: Step) -> dict[str, torch.Tensor]:
         for layer in step.cache.layers
         for buffer in (layer.k_BGND, layer.v_BGND)
     ]
-    rows = {name: getattr(step.rows, name) for name in ("history_BC", "token_B", "position_B")}
+    rows = {name: getattr(step.batch, name) for name in ("history_BC", "token_B", "position_B")}
     return {
         "positions": table.position_BXN,
         "free slots": table.free_BX,

@@ -37,7 +37,7 @@ def seen(model: nn.Module | None = None, rule: EvictionConfig | None = LAZY, slo
     """The fingerprint of a decode step."""
     decoder = Decoder(small_model() if model is None else model, rule, compile=False)
     decoder.prefill(random_prompts((slots,)))
-    state = (decoder.model, decoder.cache, decoder.rows, decoder.method, decoder.aggregation)
+    state = (decoder.model, decoder.cache, decoder.batch, decoder.rule)
     return fingerprint(decode_step, state)
 
 

@@ -50,7 +50,7 @@ def test_intermediate_buffers_are_shared_by_layers(decoder: Decoder) -> None:
     decoder.generate(random_prompts((90, 61)), 12, eos_token_ids=[])
     calls = passes(decoder)["decode step"]._calls
     assert calls is not None
-    mine = {t.data_ptr() for m in (decoder.model, decoder.cache, decoder.rows) for t in tensors_of(m)}
+    mine = {t.data_ptr() for m in (decoder.model, decoder.cache, decoder.batch) for t in tensors_of(m)}
     most = max((loop for loop, _ in calls), key=lambda wanted: sum(loop is wanted for loop, _ in calls))
     own = [{t.data_ptr() for t in args} - mine for loop, args in calls if loop is most]
     # A layer's input and output are its neighbours', and everything else is the same for all.

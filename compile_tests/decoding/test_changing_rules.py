@@ -38,8 +38,8 @@ UNLIKE = [
 
 
 def test_forms() -> None:
-    assert len({rule.form for rule in ALIKE}) == 1
-    assert len({rule.form for rule in [*ALIKE, *UNLIKE]}) == 1 + len(UNLIKE)
+    assert len({rule.graph_key for rule in ALIKE}) == 1
+    assert len({rule.graph_key for rule in [*ALIKE, *UNLIKE]}) == 1 + len(UNLIKE)
 
 
 def answer(decoder: Decoder) -> tuple[list[list[int]], list[float], list[int | None]]:

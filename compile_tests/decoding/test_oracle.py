@@ -15,9 +15,10 @@ from compile_tests.oracle import Arbiter, Oracle
 from compile_tests.oracle_rules import Draw, Key, Rule
 from compile_tests.tiny import conversation_state, decoder_for, random_prompt, set_states, tiny_model
 from inertiakv import Decoder, EvictionConfig
+from inertiakv.attention.forward_state import ForwardState
 from inertiakv.config import OF_ATTENTION
+from inertiakv.decoding.rule import DecodingRule
 from inertiakv.models import Transformer
-from inertiakv.scoring.aggregation import Aggregation
 from inertiakv.scoring.scorers import Evidence, random
 
 STEPS = 40
@@ -119,23 +120,17 @@ def oracle_for(model: Transformer, rule: Rule | None) -> Oracle:
 def draws(rule: Rule, model: Transformer) -> Draw:
     """The implementation's own random numbers."""
     config = EvictionConfig(**rule.options())
-    layers = Aggregation(config, model.config.num_layers, torch.float64, torch.device("cpu")).by_layer()
+    layers = DecodingRule(
+        config, model.config.num_layers, (None,), "dense", torch.float64, torch.device("cpu")
+    ).coefficients()
 
     def draw(layer: int, head: int, query: int, positions: list[int]) -> list[float]:
         if layer not in layers:
             return [0.0] * len(positions)
         position_BXN = torch.tensor(positions)[None, None].expand(1, head + 1, -1)
         kv = torch.zeros(1, dtype=torch.float64)
-        nothing = dict.fromkeys(Evidence._fields)
-        evidence = Evidence(
-            **nothing  # type: ignore[arg-type]
-            | {
-                "k_BGND": kv,
-                "query_BT": torch.tensor([[query]]),
-                "position_BXN": position_BXN,
-                "salt": layers[layer].salt,
-            }
-        )
+        state = ForwardState(torch.tensor([[query]]), None, "dense", (None,), position_BXN=position_BXN)
+        evidence = Evidence(state, kv, kv, kv, 1.0, salt=layers[layer].salt)
         return random(evidence)[0, head].tolist()
 
     return draw

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compile_tests.tiny import decoder_for, random_prompt, set_states, tiny_model
 from inertiakv import Decoder, EvictionConfig, policy
-from inertiakv.eviction.allocation import pyramid
+from inertiakv.cache.budgets import pyramid
 from inertiakv.models import Transformer
 
 cached_model = functools.lru_cache(maxsize=None)(tiny_model)

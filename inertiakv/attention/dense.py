@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..compiling.cpu import materialize
+from ..compiling.numerics import accumulation_dtype, materialize
 from .mask import visible
 
 
@@ -75,7 +75,7 @@ def observed(
     """Attention of several queries a row, [B, H, T, D], and its weights [B, G, R * T, N], as if every query
     had heads of its own. In float32 or wider, row by row."""
     softcap, sink_H = Softmax() if softmax is None else softmax
-    accurate = torch.promote_types(q_BHTD.dtype, torch.float32)
+    accurate = accumulation_dtype(q_BHTD.dtype)
     outs, weights = [], []
     for q_HTD, k_GND, v_GND, seen_XTN in zip(q_BHTD, k_BGND, v_BGND, visible_BXTN, strict=True):
         q_GRTD = q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate)
@@ -99,7 +99,7 @@ def most_attention(
     """The most that any query of any head of a KV head pays to each token, [B, G, N], softmax over what the
     query sees of these tokens. In float32 or wider, row by row and a few queries at a time, whose logits stay
     in a core's cache."""
-    accurate = torch.promote_types(q_BHTD.dtype, torch.float32)
+    accurate = accumulation_dtype(q_BHTD.dtype)
     most_BGN = []
     for q_HTD, k_GND, position_XN, query_T in zip(q_BHTD, k_BGND, position_BXN, query_BT, strict=True):
         q_GRTD, k_G1DN = (
@@ -189,7 +189,7 @@ def _masked_chunk(
 
 def _masses(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """One query's softmax before its division: the numerators [B, G, R, N], and their sum [B, G, R, 1]."""
-    logits_BGRN = _logits(q_BHD, k_BGND, visible_BXN, scale)
+    logits_BGRN = logits(q_BHD, k_BGND, visible_BXN, scale)
     # A row that sees nothing has no maximum: 0 in its place makes every weight exp(-inf) = 0.
     top_BGR1 = logits_BGRN.amax(-1, keepdim=True)
     mass_BGRN = torch.exp(logits_BGRN - torch.where(top_BGR1 == -torch.inf, 0.0, top_BGR1))
@@ -198,8 +198,8 @@ def _masses(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) ->
     return mass_BGRN, mass_BGRN.sum(-1, keepdim=True).clamp_min(torch.finfo(mass_BGRN.dtype).tiny)
 
 
-def _logits(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) -> Tensor:
-    accurate = torch.promote_types(q_BHD.dtype, torch.float32)
+def logits(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) -> Tensor:
+    accurate = accumulation_dtype(q_BHD.dtype)
     q_BGRD = rearrange(q_BHD, "b (g r) d -> b g r d", g=k_BGND.shape[1]).to(accurate)
     if _fuses(k_BGND):
         if k_BGND.device.type == "cpu":

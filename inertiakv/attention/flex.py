@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..cache.slot_cache import MASK_BLOCK
-from .dense import _logits, dense_weights
+from .dense import dense_weights, logits
 from .mask import BlockLists
 
 
@@ -87,7 +87,7 @@ def flex_step(
         return out_BHTD[:, :, 0], dense_weights(q_BHD, k_BGND, visible_BXN, scale)
     out_BHTD, lse_BH1 = _flex(q_BHD[:, :, None], k_BGND, v_BGND, mask, scale, AuxRequest(lse=True))
     assert lse_BH1 is not None
-    logits_BGRN = _logits(q_BHD, k_BGND, visible_BXN, scale)
+    logits_BGRN = logits(q_BHD, k_BGND, visible_BXN, scale)
     lse_BGR1 = rearrange(lse_BH1, "b (g r) 1 -> b g r 1", g=k_BGND.shape[1])
     weights_BGRN = torch.exp(logits_BGRN - torch.where(lse_BGR1 == -torch.inf, 0.0, lse_BGR1))
     return out_BHTD[:, :, 0], weights_BGRN

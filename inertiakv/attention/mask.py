@@ -34,7 +34,7 @@ def block_lists(position_BXN: Tensor, query_BT: Tensor, window: int | None) -> B
     lo_key_BX1K, hi_key_BX1K = (key_BXK[:, :, None] for key_BXK in _block_range(position_BXN))
     lo_query_B1Q1, hi_query_B1Q1 = (query_BQ[:, None, :, None] for query_BQ in _block_range(query_BT))
     some_BXQK = (lo_key_BX1K <= hi_query_B1Q1) & (hi_key_BX1K >= 0)
-    # A block without holes, all of it at or before every one of its queries, needs no look at the table.
+    # A block without holes, all of it at or before every one of its queries, needs no look at single slots.
     whole_BXQK = (
         (hi_key_BX1K <= lo_query_B1Q1)
         & _block_full(position_BXN)[:, :, None]

@@ -53,5 +53,5 @@ SINGLE_PROCESS = TensorParallel()
 
 
 def tensor_parallel_of(model: Any) -> TensorParallel:
-    """Those that hold the model, which need not know of any."""
-    return getattr(model, "ranks", SINGLE_PROCESS)
+    """The group that holds a model; a model without one is held by a single process."""
+    return getattr(model, "tp", SINGLE_PROCESS)

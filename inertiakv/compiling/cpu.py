@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 SETTINGS: dict[str, Any] = {
     # A multiplication and an addition in one instruction, as the library's products have it.
@@ -26,13 +25,6 @@ _LOOP = """
 #include <torch/csrc/inductor/cpp_prefix.h>
 extern "C" void kernel(float* x) { at::vec::Vectorized<float>(1.0f).store(x); }
 """
-
-
-def materialize(x: Tensor) -> Tensor:
-    """`x`, computed once and stored. The compiler would compute it again for every output that reads it, be
-    it a norm, an activation or an exponential; a view by strides has it stored first."""
-    x = x.contiguous()
-    return x.as_strided(x.shape, x.stride())
 
 
 @functools.cache

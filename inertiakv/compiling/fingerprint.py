@@ -82,7 +82,7 @@ class _Walk:
         if value is None or value is ... or isinstance(value, _PLAIN):
             self._note(type(value).__qualname__, repr(value))
         elif isinstance(value, EvictionConfig):
-            self.take(value.form)
+            self.take(value.graph_key)
         elif isinstance(value, dict):
             self._note(type(value).__qualname__, len(value))
             self._take_items(value.items())

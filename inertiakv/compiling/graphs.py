@@ -47,21 +47,21 @@ class Graphs:
         key: tuple[Any, ...],
         function: Callable[..., Any],
         *args: Any,
-        record: bool = True,
+        capture: bool = True,
         **static: Any,
     ) -> Any:
         """`function(*args, **static)` as one graph. The key begins with what the graph is for, and tells
-        apart all shapes and all of `static`. `record`: the function returns nothing and its buffers stay
-        where they are, so that it can be recorded, as a CUDA graph or for a CPU, and replayed."""
+        apart all shapes and all of `static`. `capture`: the function returns nothing and its buffers stay
+        where they are, so that it can be captured, as a CUDA graph or for a CPU, and replayed."""
         if not self.enabled:
             return function(*args, **static)
-        if record and self.device.type == "cuda":
+        if capture and self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         if key in self._passes:
             return self._passes[key](*args)
         start = time.perf_counter()
         with no_garbage_collection():
-            self._passes[key] = compiled = self._compile(str(key[0]), function, static, record)
+            self._passes[key] = compiled = self._compile(str(key[0]), function, static, capture)
             from torch._dynamo.utils import counters  # imported late: the compiler takes seconds to import
 
             breaks = counters["graph_break"].total()
@@ -70,20 +70,20 @@ class Graphs:
         self.stats.breaks += counters["graph_break"].total() - breaks
         return result
 
-    def forget_recordings(self) -> None:
-        """Let go of the buffers that recordings hold. The next run of a pass records it anew."""
+    def drop_captures(self) -> None:
+        """Let go of the buffers that captures keep alive. The next run of a pass captures it anew."""
         for compiled in self._passes.values():
             if isinstance(compiled, Replayed):
-                compiled.forget()
+                compiled.drop_capture()
 
     def _compile(
-        self, name: str, function: Callable[..., Any], static: dict[str, Any], record: bool
+        self, name: str, function: Callable[..., Any], static: dict[str, Any], capture: bool
     ) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
         graphs, on_cpu = 0, self.device.type == "cpu"
         settings = {
-            "triton.cudagraphs": record and self.device.type == "cuda",
+            "triton.cudagraphs": capture and self.device.type == "cuda",
             # What it looks for are products that the library has a better form of. Here they are loops.
             "pattern_matcher": not on_cpu,
             **SETTINGS,
@@ -118,7 +118,7 @@ class Graphs:
         if not on_cpu:
             return compile()
         stored = DiskCached(compile, (function, static, settings), on_load)
-        return Replayed(stored) if record else stored
+        return Replayed(stored) if capture else stored
 
 
 def check_ties(model: nn.Module) -> None:

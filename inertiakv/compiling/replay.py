@@ -29,7 +29,7 @@ _HARMLESS = {"empty_strided_cpu", "reinterpret_tensor", "assert_size_stride", "a
 
 
 class Replayed:
-    """A compiled pass that is run, then recorded, then replayed while its arguments are the same objects and
+    """A compiled pass that is run, then captured, then replayed while its arguments are the same objects and
     all their parameters and buffers are where they were. What cannot be replayed runs as it is."""
 
     def __init__(self, compiled: Callable[..., Any]) -> None:
@@ -48,8 +48,8 @@ class Replayed:
         """Whether the next call is a replay, as long as nothing moves."""
         return self._calls is not None
 
-    def forget(self) -> None:
-        """Drop the recording, which keeps all buffers alive that it reads and writes."""
+    def drop_capture(self) -> None:
+        """Drop the captured calls, which keep all buffers alive that they read and write."""
         self._calls, self._args, self._parts, self._places = None, (), [], []
 
     def __call__(self, *args: Any) -> Any:
@@ -61,7 +61,7 @@ class Replayed:
                 self._module = _Module.of(modules)
                 self._remember(args)
                 self._first_layouts = _layouts(self._places)
-                self.forget()
+                self.drop_capture()
             return result
         if self._module is None:
             return self._compiled(*args)
@@ -69,17 +69,17 @@ class Replayed:
             for loop, tensors in self._calls:
                 loop(*tensors)
         else:
-            self._record(args)
+            self._capture(args)
         return None
 
-    def _record(self, args: tuple[Any, ...]) -> None:
+    def _capture(self, args: tuple[Any, ...]) -> None:
         assert self._module is not None
         self._remember(args)
         if _layouts(self._places) != self._first_layouts:
             raise ValueError("a tensor of the model has another shape, layout or dtype: make a new Decoder")
         self._calls = None
         with _loaded_modules() as modules:
-            calls = self._module.record(lambda: self._compiled(*args))
+            calls = self._module.capture(lambda: self._compiled(*args))
         if modules:  # the compiler was reset, and has compiled it once more
             self._module = _Module.of(modules)
         elif calls:
@@ -135,19 +135,19 @@ class _Module:
             return None
         return cls(modules[0], loops, regions)
 
-    def record(self, run: Callable[[], None]) -> list[Call]:
+    def capture(self, run: Callable[[], None]) -> list[Call]:
         """Run the pass and note its calls.
 
         All that a loop takes stays alive with its note. A region's own buffers, which nothing outside it
         reads, are shared by all its runs, as the memory allocator would have it.
         """
-        recorder = threading.get_ident()
+        thread = threading.get_ident()
         calls: list[Call] = []
         templates: dict[str, list[Call]] = {}
 
         def noted(loop: Callable[..., None]) -> Callable[..., None]:
             def call(*tensors: Any) -> None:
-                if threading.get_ident() == recorder:  # another decoder may run the same module meanwhile
+                if threading.get_ident() == thread:  # another decoder may run the same module meanwhile
                     calls.append((loop, list(tensors)))
                 loop(*tensors)
 
@@ -155,7 +155,7 @@ class _Module:
 
         def shared(name: str, region: Callable[[list[Any]], tuple[Any, ...]]) -> Callable[..., Any]:
             def call(args: list[Any]) -> tuple[Any, ...]:
-                if threading.get_ident() != recorder:
+                if threading.get_ident() != thread:
                     return region(args)
                 first, outside = len(calls), _storages(args)
                 outputs = region(args)

@@ -15,7 +15,8 @@ from ..cache.retention import EMPTY
 from ..cache.slot_cache import SlotCache, bucket
 from ..compiling.graphs import Graphs
 from ..model import LanguageModel
-from .steps import Method, chunk_step
+from .rule import DecodingRule
+from .steps import chunk_step
 
 Progress = Callable[[int, int], None]
 """Called with the prompt tokens done and in all."""
@@ -30,7 +31,7 @@ class Prefill:
     """
 
     model: LanguageModel
-    method: Method
+    rule: DecodingRule
     graphs: Graphs
     chunk: int
 
@@ -84,7 +85,7 @@ class Prefill:
         return last_BE
 
     def _padded(self, width: int) -> int:
-        return min(self.chunk, bucket(width)) if self.method.backend == "flex" else width
+        return min(self.chunk, bucket(width)) if self.rule.backend == "flex" else width
 
     def _run(
         self,
@@ -96,9 +97,9 @@ class Prefill:
         end_slot: int,
         start_slot: int | None,
     ) -> Tensor:
-        args = (self.model, cache, self.method, tokens_BT, positions_BT, slots_BT)
-        if self.method.backend == "dense":
+        args = (self.model, cache, self.rule, tokens_BT, positions_BT, slots_BT)
+        if self.rule.backend == "dense":
             return chunk_step(*args, end_slot, start_slot)
         key = ("prompt chunk", cache.shape, tokens_BT.shape)
         # Not recorded: prompt caches come and go, and chunks are long enough to hide the time of launching.
-        return self.graphs.run(key, chunk_step, *args, None, None, record=False)
+        return self.graphs.run(key, chunk_step, *args, None, None, capture=False)

@@ -36,11 +36,11 @@ def check_rule(eviction: EvictionConfig | None, tp: TensorParallel) -> None:
         raise ValueError(f"{problem}: not with the model on {tp.size} ranks")
 
 
-def check_agreement(tp: TensorParallel, token_B: Tensor, tables: Sequence[RetentionSets]) -> None:
+def check_agreement(tp: TensorParallel, token_B: Tensor, retention: Sequence[RetentionSets]) -> None:
     """Raise RuntimeError, on all ranks, where they have not chosen the same tokens, or, of sets that all of
     them have, not kept the same. For debugging: it waits for the device."""
     compared = {"tokens": token_B}
-    for index, sets in enumerate(tables):
+    for index, sets in enumerate(retention):
         compared |= {f"kept set {index}": sets.position_BXN, f"utilities {index}": sets.utility_BXN}
     mine = torch.cat([tensor.flatten().double() for tensor in compared.values()])
     of_ranks = tp.gather(mine).unflatten(0, (tp.size, -1))

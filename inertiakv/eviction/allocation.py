@@ -5,7 +5,6 @@ Shape letters: B batch, X retention sets, N slots.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,25 +12,8 @@ from torch import Tensor
 
 from .rule import retained
 
-PYRAMID_BETA = 20
-"""The last layer of a pyramid gets this part of the mean (PyramidKV's beta)."""
 SAFEGUARD = 5
 """This part of the budget is spread evenly over the heads of a layer (AdaKV's safeguard, 0.2)."""
-
-
-def pyramid(budget: int, protected: int, prompt: int, num_layers: int) -> list[int]:
-    """A budget for each layer, falling in a straight line from twice the mean to a 20th of it, beside what is
-    protected in each; where that is more than the prompt has, from the whole prompt to what is left then
-    (PyramidKV, arXiv 2406.02069, and its authors' code). The whole numbers add up to `num_layers * budget`.
-    """
-    free = budget - protected
-    most = min(2 * free - free / PYRAMID_BETA, prompt - protected)
-    fall = (2 * most - 2 * free) / max(1, num_layers - 1)
-    ends = [0.0]
-    for layer in range(num_layers):
-        ends.append(ends[-1] + (most - fall * layer if num_layers > 1 else free))
-    bounds = [round(end) for end in ends]
-    return [max(1, protected + hi - lo) for lo, hi in pairwise(bounds)]
 
 
 class Ranked(NamedTuple):

@@ -23,9 +23,8 @@ from torch import Tensor
 from ..attention.dense import dense_chunk, most_attention
 from ..cache.retention import EMPTY, RetentionSets
 from ..cache.slot_cache import LayerCache, SlotCache
-from ..decoding.batch import BatchState
 from ..model import LanguageModel
-from .aggregation import Aggregation, Coefficients, updated
+from .aggregation import Coefficients, updated
 from .scorers import by_set
 
 CHUNK = 2048
@@ -54,8 +53,8 @@ class Repetition(NamedTuple):
 def reconstruct(
     model: LanguageModel,
     cache: SlotCache,
-    rows: BatchState,
-    aggregation: Aggregation,
+    position_B: Tensor,
+    coefficients: dict[int, Coefficients],
     tokens: list[list[int]],
     *,
     prefix: Sequence[int],
@@ -78,14 +77,14 @@ def reconstruct(
         chunk_BC, offset_C = _padded(chunks, cache.device)
         slot_BC = (cache.retention[0].free_BX[:, 0] - length_B + start)[:, None] + offset_C
         repetition = Repetition(
-            torch.where(token_BT >= 0, rows.position_B[:, None] + offset_T, EMPTY),
+            torch.where(token_BT >= 0, position_B[:, None] + offset_T, EMPTY),
             torch.where(chunk_BC >= 0, slot_BC, filled),
-            rows.position_B - length_B + start,
+            position_B - length_B + start,
             min(sinks, filled),
             filled,
             even,
         )
-        model(token_BT.clamp_min(0), repetition.positions_BT, RepetitionView(cache, aggregation, repetition))
+        model(token_BT.clamp_min(0), repetition.positions_BT, RepetitionPass(cache, coefficients, repetition))
 
 
 def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -95,21 +94,24 @@ def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor
     return padded, torch.arange(longest, device=device)
 
 
-class RepetitionView:
-    """The view of a pass that repeats a chunk."""
+class RepetitionPass:
+    """The forward pass of a repetition, in place of `ForwardPass`."""
 
-    def __init__(self, cache: SlotCache, aggregation: Aggregation, repetition: Repetition) -> None:
-        self.cache, self.repetition = cache, repetition
-        self.coefficients = aggregation.by_layer()
+    def __init__(
+        self, cache: SlotCache, coefficients: dict[int, Coefficients], repetition: Repetition
+    ) -> None:
+        self.cache, self.coefficients, self.repetition = cache, coefficients, repetition
 
     def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
         sets = self.cache.sets_of(index)
-        view = LayerView(self.repetition, self.cache.layers[index], sets, self.coefficients.get(index))
-        return layer(x_BTE, *args, view)
+        layer_pass = RepetitionLayerPass(
+            self.repetition, self.cache.layers[index], sets, self.coefficients.get(index)
+        )
+        return layer(x_BTE, *args, layer_pass)
 
 
-class LayerView:
-    """The view of one of its layers, of which those with `coefficients` score."""
+class RepetitionLayerPass:
+    """What one of its layers attends through; those with `coefficients` score."""
 
     def __init__(
         self, repetition: Repetition, kv: LayerCache, sets: RetentionSets, coefficients: Coefficients | None

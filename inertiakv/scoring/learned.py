@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..compiling.numerics import accumulation_dtype
 from ..model import Sizes
 
 RANK = 64
@@ -58,7 +59,7 @@ class LearnedScorer(nn.Module):
             raise ValueError(
                 f"queries are [B, {self.num_heads}, {self.head_dim}] to this scorer, got {list(q_BHD.shape)}"
             )
-        wide = torch.promote_types(torch.float32, torch.promote_types(q_BHD.dtype, self.wq.dtype))
+        wide = accumulation_dtype(torch.promote_types(q_BHD.dtype, self.wq.dtype))
         query_BR = q_BHD.flatten(1).to(wide) @ self.wq.to(wide).T
         return (query_BR / math.sqrt(RANK) @ self.wk.to(wide)).unflatten(-1, (-1, self.head_dim))
 
