@@ -115,7 +115,6 @@ def by_position(value: Tensor, position: Tensor, fill: float = math.nan) -> Tens
 
 
 # Sets
-# ----------------------------------------------------------------------------------------------------------
 
 
 def top_set(value: Tensor, present: Tensor, budget: int | Tensor, protected: Tensor | None = None) -> Tensor:
@@ -169,7 +168,6 @@ def cached_sets(trace: RowTrace, budget: int) -> Tensor:
 
 
 # Statistics of sets and values
-# ----------------------------------------------------------------------------------------------------------
 
 
 def churn(set_TP: Tensor) -> Tensor:
@@ -265,7 +263,6 @@ def stability(trace: RowTrace, budget: int) -> dict[str, float]:
 
 
 # Between scorers
-# ----------------------------------------------------------------------------------------------------------
 
 
 def layer_spearman(a: RowTrace, b: RowTrace) -> Tensor:
@@ -291,7 +288,6 @@ def _check_same_steps(a: RowTrace, b: RowTrace) -> None:
 
 
 # Layers
-# ----------------------------------------------------------------------------------------------------------
 
 
 def layer_weights(config: EvictionConfig, num_layers: int) -> tuple[list[float], float]:

@@ -159,50 +159,31 @@ def run(args: Arguments, command: str) -> None:
 
 def make(args: Arguments) -> Plan:
     """All that the arguments say. Raises ValueError where they make no sense."""
-    given, request = args.device, args.request
+    request = args.request
     config = read_config(args.model.model)
     dtype = config.stored_dtype if args.model.dtype == "auto" else parse_dtype(args.model.dtype)
     dtype = dtype or torch.bfloat16
-    ranks, contexts, batches = (
-        options.numbers(option, text, int)
-        for option, text in (("ranks", given.ranks), ("context", request.context), ("batch", request.batch))
-    )
-    given_numbers = {
-        "ranks": ranks,
-        "context": contexts,
-        "batch": batches,
-        "new-tokens": [request.new_tokens],
-    }
-    for option, numbers in given_numbers.items():
-        for number in numbers:
-            devices.check_positive(option, number)
+    ranks = options.numbers("ranks", args.device.ranks, int)
+    contexts = options.numbers("context", request.context, int)
+    batches = options.numbers("batch", request.batch, int)
+    new_tokens = [request.new_tokens]
+    names = ("ranks", "context", "batch", "new-tokens")
+    for option, numbers in zip(names, (ranks, contexts, batches, new_tokens), strict=True):
+        devices.check_positive(option, min(numbers))
     changes = {"compression": request.compression, "budget": request.budget}
     rule = policy(request.policy, **{name: value for name, value in changes.items() if value is not None})
     draft = rule.draft + 1 if rule is not None and rule.draft else 0
     check_positions(contexts, request.new_tokens, config.max_positions, draft)
-    for option, share in (("usable", given.usable), ("share", given.share)):
-        if share is not None and not 0 < share <= 1:
-            raise ValueError(f"--{option} must be above 0 and at most 1, got {share:g}")
     for count in ranks:
         check_rule(rule, parallel.share(config, TensorParallel(size=count))[1])
-    link = None
-    if given.interconnect_gb_per_s is not None:
-        devices.check_positive("interconnect-gb-per-s", given.interconnect_gb_per_s)
-        if max(ranks) == 1:
-            raise ValueError("--interconnect-gb-per-s has no effect with one rank")
-        link = Link(1e9 * given.interconnect_gb_per_s, ALL_REDUCE_LATENCY)
-    device = devices.choose(given.device, given.memory_gb, given.bandwidth_gb_per_s, given.tflops)
-    if given.share is not None:
-        shares = Shares(given.share, given.share, None, "given")
-    else:
-        shares = check.shares_for(device.kind, args.model.quantize or str(dtype).removeprefix("torch."))
+    weights_in = args.model.quantize or str(dtype).removeprefix("torch.")
     return Plan(
         name=args.model.model,
         config=config,
         dtype=dtype,
         quantize=args.model.quantize,
-        machine=Machine(device, shares, link),
-        usable=given.usable,
+        machine=make_machine(args.device, max(ranks), weights_in),
+        usable=args.device.usable,
         policy=request.policy,
         eviction=rule,
         ranks=ranks,
@@ -212,15 +193,30 @@ def make(args: Arguments) -> Plan:
     )
 
 
+def make_machine(given: DeviceOptions, ranks: int, weights_in: str) -> Machine:
+    """The device, and the shares of its bandwidth that are given or were measured with such weights."""
+    for option, share in (("usable", given.usable), ("share", given.share)):
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"--{option} must be above 0 and at most 1, got {share:g}")
+    link = None
+    if given.interconnect_gb_per_s is not None:
+        devices.check_positive("interconnect-gb-per-s", given.interconnect_gb_per_s)
+        if ranks == 1:
+            raise ValueError("--interconnect-gb-per-s has no effect with one rank")
+        link = Link(1e9 * given.interconnect_gb_per_s, ALL_REDUCE_LATENCY)
+    device = devices.choose(given.device, given.memory_gb, given.bandwidth_gb_per_s, given.tflops)
+    if given.share is not None:
+        return Machine(device, Shares(given.share, given.share, None, "given"), link)
+    return Machine(device, check.shares_for(device.kind, weights_in), link)
+
+
 def read_config(name: str) -> ModelConfig:
-    """Of a shape, a folder or a hub name."""
+    """The config of a well-known shape, of a folder, or of a hub name."""
     if name in SHAPES:
         return parse_config(SHAPES[name])
     if "/" not in name and not Path(name).is_dir():
-        raise ValueError(
-            f"no model {name!r}: no such folder, no hub name (owner/name), no shape; "
-            f"shapes: {', '.join(SHAPES)}"
-        )
+        shapes = ", ".join(SHAPES)
+        raise ValueError(f"no model {name!r}: no such folder, no hub name (owner/name), none of {shapes}")
     file = find_config(name)
     try:
         return parse_config(json.loads(file.read_text(encoding="utf-8")))

@@ -52,14 +52,6 @@ class Measured:
         return 1000 * self.seconds
 
     @property
-    def error(self) -> float | None:
-        return None if self.predicted is None else self.predicted / self.ms - 1
-
-    @property
-    def held_out_error(self) -> float | None:
-        return None if self.held_out is None else self.held_out / self.ms - 1
-
-    @property
     def setting(self) -> tuple[str, str, int, int]:
         return self.file, self.dtype, self.context, self.batch
 
@@ -67,6 +59,10 @@ class Measured:
     def group(self) -> tuple[Kind, str]:
         """Measurements of one group are described by the same shares."""
         return self.kind, self.weights_in
+
+    def error(self, predicted: float | None) -> float | None:
+        """Of a prediction, relative to the measurement."""
+        return None if predicted is None else predicted / self.ms - 1
 
     def by(self, shares: Shares | None) -> float | None:
         """Milliseconds by these shares; None for a batch where they do not say how fast arithmetic is."""
@@ -76,8 +72,8 @@ class Measured:
         return 1000 * (max(self.weights / shares.weights, arithmetic) + self.kv / shares.kv)
 
     def as_json(self) -> dict[str, Any]:
-        names = ("file", "name", "dtype", "context", "batch", "predicted", "held_out", "ms", "error")
-        return {name: getattr(self, name) for name in names}
+        names = ("file", "name", "dtype", "context", "batch", "predicted", "held_out", "ms")
+        return {name: getattr(self, name) for name in names} | {"error": self.error(self.predicted)}
 
 
 def measured(files: Sequence[Path]) -> list[Measured]:
@@ -167,9 +163,10 @@ def table(rows: Sequence[Measured]) -> list[list[str]]:
     ]
     for row in rows:
         predicted = "-" if row.predicted is None else f"{row.predicted:.2f}"
-        errors = ["-" if e is None else f"{e:+z.1%}" for e in (row.error, row.held_out_error)]
+        errors = [row.error(row.predicted), row.error(row.held_out)]
         where = [row.name, row.file, row.dtype, f"{row.context:,}", str(row.batch)]
-        lines.append([*where, f"{row.ms:.2f}", predicted, *errors])
+        shown = ["-" if error is None else f"{error:+z.1%}" for error in errors]
+        lines.append([*where, f"{row.ms:.2f}", predicted, *shown])
     return lines
 
 
@@ -177,8 +174,8 @@ def summary(rows: Sequence[Measured]) -> list[str]:
     """Sentences on how far off predictions are, and on the shares that they come from."""
     lines = []
     for what, errors in (
-        ("from the shares of all settings", [row.error for row in rows]),
-        ("held out, from those of the other settings", [row.held_out_error for row in rows]),
+        ("from the shares of all settings", [row.error(row.predicted) for row in rows]),
+        ("held out, from those of the other settings", [row.error(row.held_out) for row in rows]),
     ):
         if known := [abs(error) for error in errors if error is not None]:
             middle, worst = statistics.median(known), max(known)
