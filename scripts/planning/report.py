@@ -23,7 +23,12 @@ and V as allocated. *Of full*: token/s as a multiple of the full cache's."""
 
 
 def text(plan: dict[str, Any]) -> str:
-    parts = ["\n".join(about(plan)), memory(plan).text(), "\n".join(compared(plan)), speed(plan).text()]
+    parts = [
+        "\n".join(about(plan)),
+        memory_table(plan).text(),
+        "\n".join(compared(plan)),
+        speed_table(plan).text(),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -32,10 +37,10 @@ def page(plan: dict[str, Any], picture: str | None) -> str:
     parts = [
         f"# {plan['model']['name']} on {plan['device']['name']}: a plan",
         _bullets([f"`{plan['command']}`", "but for the shares nothing here was measured", *about(plan)]),
-        memory(plan).markdown(),
+        memory_table(plan).markdown(),
         _bullets(compared(plan)),
         f"![Token/s and sessions by compression]({picture})" if picture else "",
-        speed(plan).markdown(),
+        speed_table(plan).markdown(),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -57,7 +62,7 @@ def about(plan: dict[str, Any]) -> list[str]:
     ]
 
 
-def memory(plan: dict[str, Any]) -> Table:
+def memory_table(plan: dict[str, Any]) -> Table:
     head = ["policy", "ranks", "context", "kept", "weights", "prompt cache", "decode cache", "workspace"]
     full = {_place(f): f["sessions"] for f in plan["rooms"] if f["policy"] == FULL}
     lines = []
@@ -69,7 +74,7 @@ def memory(plan: dict[str, Any]) -> Table:
     return Table("What fits", MEMORY_NOTE, [*head, "batch", "sessions", "of full"], lines)
 
 
-def speed(plan: dict[str, Any]) -> Table:
+def speed_table(plan: dict[str, Any]) -> Table:
     head = ["policy", "ranks", "context", "batch", "GB", "fits", "limit ms", "ms", "token/s", "of full"]
     full = {(_place(s), s["batch"]): s["tokens_per_second"] for s in plan["steps"] if s["policy"] == FULL}
     drafts = any(s["rehearsal_ms"] for s in plan["steps"])
