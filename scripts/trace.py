@@ -188,7 +188,7 @@ def trace_prompt(
 ) -> TracedPrompt:
     """Every rule over one prompt. Raises ValueError where its answer is over too soon."""
     machine: dict[str, Any] = {"compile": args.machine.compile, "attention": args.machine.attention}
-    eos: list[int] | None = [] if args.run.ignore_eos else None
+    how = machine | {"steps": args.run.steps, "eos_token_ids": [] if args.run.ignore_eos else None}
     source = Decoder(model, None, **machine)
     with contextlib.closing(PrefillBar(len(prompt))) as bar:
         source.prefill(prompt, max_new_tokens=args.run.steps + 1, progress=bar)
@@ -199,7 +199,7 @@ def trace_prompt(
     with tqdm(total=total, desc=name, unit=" runs", disable=None, leave=False) as progress:
 
         def run(recorder: Callable[..., Run], of: EvictionConfig | Run) -> Run:
-            done = recorder(source, of, args.run.steps, eos, **machine)
+            done = recorder(source, of, **how)
             progress.update()
             return done
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import pearsonr, rankdata
 from torch import Tensor
 
 from inertiakv import EvictionConfig
@@ -233,18 +234,12 @@ def test_known_entropy() -> None:
 
 
 def python_ranks(values: dict[int, float]) -> dict[int, float]:
-    below = {p: sum(v < values[p] for v in values.values()) for p in values}
-    equal = {p: sum(v == values[p] for v in values.values()) for p in values}
-    return {p: below[p] + (equal[p] - 1) / 2 for p in values}
+    return dict(zip(values, rankdata(list(values.values())) - 1, strict=True))
 
 
 def python_spearman(a: dict[int, float], b: dict[int, float]) -> float:
-    if not a or not b:
-        return NAN
-    x, y = python_ranks(a), python_ranks(b)
-    mean = (len(x) - 1) / 2
-    xx, yy = (sum((v - mean) ** 2 for v in r.values()) for r in (x, y))
-    return sum((x[p] - mean) * (y[p] - mean) for p in x) / math.sqrt(xx * yy) if xx * yy else NAN
+    x, y = ([*python_ranks(values).values()] for values in (a, b))
+    return pearsonr(x, y).statistic if len({*x}) > 1 and len({*y}) > 1 else NAN
 
 
 def python_rank_changes(run: Made, sets: Sequence[set[int]]) -> list[float]:

@@ -393,6 +393,7 @@ def test_an_answer_may_end_sooner(cli: Cli, tmp_path: Path) -> None:
         assert f"is over after {answer.index(token)} steps, and a change takes 2" in traced()
 
 
+HOW: dict[str, Any] = {"steps": 8, "eos_token_ids": [], "compile": False}
 RULES = {
     "ema": EvictionConfig(budget=10),
     "lazy, protected": EvictionConfig(budget=10, refresh=3, sinks=1, recent=0.2),
@@ -407,9 +408,9 @@ def test_sets_are_what_the_cache_holds(folder: Path, rule: EvictionConfig) -> No
     model, _ = load_model(str(folder), dtype="float64")
     source = Decoder(model, None, compile=False)
     source.prefill(list(range(40, 80)), max_new_tokens=9)
-    shadow = record(source, rule, 8, [], compile=False)
+    shadow = record(source, rule, **HOW)
     assert shadow.trace.present_TP.sum(-1).tolist() == list(range(41, 49))
-    run = record_evicting(source, shadow, 8, [], compile=False)
+    run = record_evicting(source, shadow, **HOW)
     assert run.trace.newest_T.tolist() == list(range(40, 48))
     kept_TP = cached_sets(run.trace, run.budget)
     assert kept_TP.sum(-1).tolist() == [min(run.budget, 41 + step) for step in range(8)]
@@ -428,10 +429,10 @@ def test_an_answer_may_end_with_the_first_step(folder: Path) -> None:
     model, _ = load_model(str(folder))
     source = Decoder(model, None, compile=False)
     source.prefill(list(range(40, 80)), max_new_tokens=9)
-    shadow = record(source, EvictionConfig(budget=10), 8, [], compile=False)
+    shadow = record(source, EvictionConfig(budget=10), **HOW)
     end = shadow.tokens[1]
     assert end != shadow.tokens[0]
-    run = record_evicting(source, shadow, 8, [end], compile=False)
+    run = record_evicting(source, shadow, **(HOW | {"eos_token_ids": [end]}))
     assert run.tokens == shadow.tokens[:2]
     assert run.trace.steps == 1
     assert cached_sets(run.trace, run.budget).sum() == 10

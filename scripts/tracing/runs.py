@@ -99,15 +99,14 @@ class Run:
         return cached_sets(self.trace, self.budget)
 
 
-def record(
-    source: Decoder, rule: EvictionConfig, steps: int, eos: Sequence[int] | None, **options: Any
-) -> Run:
+def record(source: Decoder, rule: EvictionConfig, **how: Any) -> Run:
     """Decode `steps` steps, or to the answer's end, from the prompt that `source` has prefilled, in a cache
     that keeps every token, so that it can be seen what the rule would choose of all.
 
-    `options` are the decoder's. Raises ValueError where the answer is over too soon to see anything.
+    `how`: `steps`, `eos_token_ids`, and options of the decoder. Raises ValueError where the answer is over
+    too soon to see anything.
     """
-    run = _decode(source, rule, replace(rule, compression=None, budget=MAX_BUDGET), steps, eos, options)
+    run = _decode(source, rule, replace(rule, compression=None, budget=MAX_BUDGET), **how)
     if run.trace.steps < LEAST_STEPS:
         raise ValueError(
             f"the answer to the prompt of {source.stats.prompt_tokens[0]:,} tokens is over after "
@@ -116,12 +115,10 @@ def record(
     return run
 
 
-def record_evicting(
-    source: Decoder, uncut: Run, steps: int, eos: Sequence[int] | None, **options: Any
-) -> Run:
+def record_evicting(source: Decoder, uncut: Run, **how: Any) -> Run:
     """The rule of a run that keeps every token, with its real budget. A first step that evicts the prompt is
     not recorded, but it saw what the first step of `uncut` saw."""
-    run = _decode(source, uncut.rule, uncut.rule, steps, eos, options)
+    run = _decode(source, uncut.rule, uncut.rule, **how)
     first = uncut.trace.first(1)
     if run.trace.steps < len(run.tokens) - 1:  # the last token is not fed
         run = replace(run, trace=first.then(run.trace) if run.trace.steps else first)
@@ -132,9 +129,10 @@ def _decode(
     source: Decoder,
     rule: EvictionConfig,
     config: EvictionConfig,
+    *,
     steps: int,
-    eos: Sequence[int] | None,
-    options: dict[str, Any],
+    eos_token_ids: Sequence[int] | None = None,
+    **options: Any,
 ) -> Run:
     decoder = Decoder(source.model, config, record=steps, **options)
     decoder.take_prompt(source, max_new_tokens=steps + 1)
@@ -143,7 +141,7 @@ def _decode(
     sinks, recent, spaced, prompt = (
         torch.tensor([number]) for number in (*rule.protection_for(budget, length), length)
     )
-    (tokens,) = decoder.decode(steps + 1, eos_token_ids=eos).tokens
+    (tokens,) = decoder.decode(steps + 1, eos_token_ids=eos_token_ids).tokens
     trace = row_trace(decoder.recording(), limits=Limits(sinks, recent, prompt, spaced))
     return Run(rule, budget, tokens, trace)
 
