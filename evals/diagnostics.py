@@ -84,8 +84,11 @@ class RowTrace:
         )
 
     def _at(self, steps: Tensor | slice, positions: slice = slice(None)) -> RowTrace:
-        by_position = (self.utility_TP, self.score_TLP, self.protected_TP)
-        return RowTrace(*(tensor[steps][..., positions] for tensor in by_position), self.newest_T[steps])
+        def part(tensor: Tensor) -> Tensor:
+            return tensor[steps][..., positions]
+
+        protected_TP = part(self.protected_TP)
+        return RowTrace(part(self.utility_TP), part(self.score_TLP), protected_TP, self.newest_T[steps])
 
 
 def row_trace(recording: Recording, row: int = 0, limits: Limits | None = None) -> RowTrace:
