@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
 from inertiakv.evals.reporting.table import markdown_table
 from inertiakv.scripts.benchmarking import KVPRESS_PACKAGES, report, results
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench_table.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where results files lie")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="the folder with results files")
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     args = parser.parse_args(argv)
     target = args.folder / "README.md"
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_page(folder: Path) -> str:
-    """The page. Raises ValueError where there are no results, or a file that is none."""
+    """The page. Raises ValueError without results, or for a file that is none."""
     files = sorted(folder.glob("*.json"))
     if not files:
         raise ValueError(f"no results files in {folder}")
@@ -105,23 +105,18 @@ def section(name: str, result: dict[str, Any]) -> str:
     for title, rows in report.cases(result):
         lines += [f"**{title}**", "", markdown_table(report.table_lines(rows)), ""]
     for contender in result["contenders"]:
-        for what, profile in report.profiles(contender):
+        for title, profile in report.profiles(contender):
             ms = {part.replace("_", " "): f"{value:.2f}" for part, value in profile["ms"].items()}
-            where = f"{contender['name']}, {contender['dtype']}, {contender['context']:,} tokens"
-            lines += [
-                f"{what.capitalize()} of {where}, batch {contender['batch']}, in ms ({profile['method']}):",
-                "",
-                markdown_table(report.table_lines([ms])),
-                "",
-                *(f"{line.strip().capitalize()}.\n" for line in report.at_least(profile)),
-            ]
+            lines += [f"{title}, in ms ({profile['method']}):", ""]
+            lines += [markdown_table(report.table_lines([ms])), ""]
+            lines += [f"{line}\n" for line in report.at_least(profile)]
     lines += [f"* {report.scaling_line(line)}" for line in result.get("scaling", ())]
     lines += [f"* Left out: {report.skipped_line(skipped)}" for skipped in result.get("skipped", ())]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def predictions(files: Sequence[Path]) -> list[str]:
-    """What is predicted of the steps in the files, where their model is a known shape."""
+    """What is predicted for the steps in the files whose model is a known shape."""
     rows = check.predict(check.measured(files))
     if not rows:
         return []
