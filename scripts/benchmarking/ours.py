@@ -101,7 +101,8 @@ class Ours(Contender):
         return tp.gather(own).unflatten(0, (tp.size, -1)).amax(0).tolist()
 
     def cache(self) -> CacheUse:
-        return CacheUse(self.decoder.stats.kept_tokens, self.decoder.stats.cache_bytes)
+        stats = self.decoder.stats
+        return CacheUse([round(kept) for kept in stats.kept_tokens], stats.cache_bytes)
 
     def extra(self) -> dict[str, Any]:
         return {
