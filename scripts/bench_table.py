@@ -1,8 +1,7 @@
 """Make benchmarks/README.md from the results files beside it.
 
-Examples:
+Example:
   python scripts/bench.py --out benchmarks/laptop.json && python scripts/bench_table.py
-  python scripts/bench_table.py --check       exit code 1 where the page is not what the files give
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
 from inertiakv.evals.reporting.table import markdown_table
-from inertiakv.scripts.benchmarking import KVPRESS_PACKAGES, report, results
+from inertiakv.scripts.benchmarking import report, results
+from inertiakv.scripts.benchmarking.rivals import KVPRESS_PACKAGES
+from inertiakv.scripts.cli import program
 from inertiakv.scripts.planning import check
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -69,21 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench_table.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="the folder with results files")
-    parser.add_argument("--check", action="store_true", help="write nothing, compare")
-    args = parser.parse_args(argv)
-    target = args.folder / "README.md"
-    try:
-        page = make_page(args.folder)
-        if not args.check:
-            target.write_text(page, encoding="utf-8")
-        elif not target.is_file() or target.read_text(encoding="utf-8") != page:
-            print(f"{target} is not what its results files give: run scripts/bench_table.py", file=sys.stderr)
-            return 1
-    except (OSError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="with results files")
+    folder = parser.parse_args(argv).folder
+    return program.run(lambda: write(folder))
+
+
+def write(folder: Path) -> None:
+    """Write the page, unless something is wrong with a results file."""
+    page = make_page(folder)
+    (folder / "README.md").write_text(page, encoding="utf-8")
 
 
 def make_page(folder: Path) -> str:

@@ -111,32 +111,21 @@ def parse(argv: Sequence[str], description: str | None) -> Options:
     steps = args.steps or math.lcm(period, 64 if device.type == "cuda" else 16)
     if steps % period:
         raise ValueError(f"--steps {steps} cuts schedules in pieces; give a multiple of {period}")
+    same = ("model", "shape", "layers", "quantize", "against", "attention", "merge", "blocks", "skip_prefill")
+    same += ("compile_times", "profile", "read_gb_per_s", "json", "out")
     return Options(
+        **{name: getattr(args, name) for name in same},
         command=shlex.join(["python", "scripts/bench.py", *argv]),
-        model=args.model,
-        shape=args.shape,
-        layers=args.layers,
         contexts=args.context,
         batches=args.batch,
-        quantize=args.quantize,
         dtypes=dtypes or ["auto" if args.shape is None else torch.bfloat16],
         device=device,
         policies=policies,
-        against=args.against,
         reference=next(iter([*args.against, *(name for name in policies if name == "full"), *policies])),
         kept=kept,
-        attention=args.attention,
         compiled=not args.no_compile,
-        merge=args.merge,
         steps=steps,
-        blocks=args.blocks,
         period=period,
-        skip_prefill=args.skip_prefill,
-        compile_times=args.compile_times,
-        profile=args.profile,
-        read_gb_per_s=args.read_gb_per_s,
-        json=args.json,
-        out=args.out,
     )
 
 

@@ -17,7 +17,6 @@ from inertiakv.models import Transformer
 from inertiakv.models.checkpoint import checkpoint_views
 from inertiakv.models.moe import Experts
 
-from . import KVPRESS_PACKAGES
 from .machine import synchronize
 from .measure import CacheUse, Case, Contender, Start
 from .traffic import kv_bytes
@@ -25,6 +24,7 @@ from .traffic import kv_bytes
 EVICTING = ("transformers-inertiakv", "kvpress", "kvpress4")
 """Rivals that keep to a budget."""
 RIVALS = ("transformers", "transformers-static", *EVICTING)
+KVPRESS_PACKAGES = "torch==2.13.0 kvpress==0.5.5 transformers==5.2.0 einops"
 KVPRESS_HINT = (
     "kvpress is not installed here; it needs an older transformers, so an environment of its own: "
     f"`python -m venv .kvpress && .kvpress/bin/pip install {KVPRESS_PACKAGES}`, then "
