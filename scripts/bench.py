@@ -46,17 +46,8 @@ from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 from inertiakv.models import Transformer, load_model
 from inertiakv.models.hub import find_folder
 from inertiakv.models.parallel import joined
-from inertiakv.scripts.benchmarking import breakdown, machine, report, results
-from inertiakv.scripts.benchmarking.measure import (
-    Case,
-    Contender,
-    Measured,
-    begin,
-    entry,
-    run_rounds,
-    scaling,
-    warm_up_steps,
-)
+from inertiakv.scripts.benchmarking import breakdown, machine, measure, report, results
+from inertiakv.scripts.benchmarking.measure import Case, Contender
 from inertiakv.scripts.benchmarking.options import Options, parse
 from inertiakv.scripts.benchmarking.ours import Ours, refresh_period
 from inertiakv.scripts.benchmarking.rivals import rival
@@ -81,7 +72,7 @@ def run(options: Options) -> None:
         others = [(results.read(file), file.name) for file in options.merge]
         result: dict[str, Any] = {}
         with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
-            for result in measure(options, tp):
+            for result in settings(options, tp):
                 for other, name in others:
                     result["contenders"] += results.merge(result, other, name)
                 if options.out:
@@ -91,7 +82,7 @@ def run(options: Options) -> None:
         print(json.dumps(result) if options.json else report.text(result))
 
 
-def measure(options: Options, tp: TensorParallel) -> Iterator[dict[str, Any]]:
+def settings(options: Options, tp: TensorParallel) -> Iterator[dict[str, Any]]:
     """The results so far as a JSON object, after every setting in which something could be measured."""
     compiled = compile_times(options) if options.compile_times else None
     contenders: list[dict[str, Any]] = []
@@ -124,7 +115,7 @@ def measure(options: Options, tp: TensorParallel) -> Iterator[dict[str, Any]]:
                 "compile_seconds": compiled,
                 "reference": options.reference,
                 "contenders": [*contenders],
-                "scaling": scaling(contenders, 1e9 * read),
+                "scaling": measure.scaling(contenders, 1e9 * read),
                 "skipped": skipped,
             }
         del model
@@ -160,7 +151,7 @@ def load(
 def new_case(options: Options, model: Transformer, raw: dict[str, Any], context: int, batch: int) -> Case:
     # One turn more than is measured, and two more tokens per turn: `generate` begins with one that does not
     # count.
-    new_tokens = warm_up_steps(options.period) + (options.blocks + 1) * (options.steps + 2)
+    new_tokens = measure.warm_up_steps(options.period) + (options.blocks + 1) * (options.steps + 2)
     if options.profile:
         new_tokens += breakdown.steps_needed(options.period)
     without_position_limit(model, context + new_tokens)
@@ -178,11 +169,11 @@ def new_case(options: Options, model: Transformer, raw: dict[str, Any], context:
 
 
 def run_case(case: Case, options: Options) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """All contenders in one setting: those that were measured, and those that could not be."""
+    """One setting: the entries of all contenders, and of those that could not be measured."""
     dtype = str(case.model.dtype).removeprefix("torch.")
     setting = {"dtype": dtype, "batch": case.batch, "context": case.context}
     say(f"--- {dtype}, {case.context:,} tokens of context, batch {case.batch}")
-    measured: list[Measured] = []
+    contenders: list[Contender] = []
     skipped: list[dict[str, Any]] = []
     # Rivals come first: once transformers is used, what it registers with the compiler makes earlier graphs
     # stale. Each is made when its turn comes, since its cache is large.
@@ -190,7 +181,8 @@ def run_case(case: Case, options: Options) -> tuple[list[dict[str, Any]], list[d
         own = case
         for name in names:
             try:
-                measured.append(begin(make_contender(name, own, options), say))
+                contender = make_contender(name, own, options)
+                measure.begin(contender, say)
             except Exception as error:  # the others are still worth measuring
                 if case.model.tp.size > 1 and not isinstance(error, (ValueError, MemoryError)):
                     raise  # other ranks may not have failed, and would wait
@@ -198,34 +190,31 @@ def run_case(case: Case, options: Options) -> tuple[list[dict[str, Any]], list[d
                 skipped.append({"name": name, **setting, "reason": reason})
                 say(f"left out: {report.skipped_line(skipped[-1])}")
             else:
+                contenders.append(contender)
                 own = replace(case, skip_prefill=True)  # one prefill of each kind is enough
-    if not measured:
+    if not contenders:
         return [], skipped
-    speed = run_rounds(measured, options.blocks, options.steps, lambda: read_speed(options), say)
-    reference = next((m for m in measured if m.contender.name == options.reference), None)
-    entries = [entry(m, setting, reference, speed) for m in measured]
+    given = options.read_gb_per_s
+    read = (lambda: machine.measure_read(options.device)) if given is None else (lambda: 1e9 * given)
+    speed = measure.run_rounds(contenders, options.blocks, options.steps, read, say)
+    reference = next((c for c in contenders if c.name == options.reference), None)
+    entries = {contender: measure.entry(contender, setting, reference, speed) for contender in contenders}
     if options.profile:
-        profile(measured, entries)
-    return entries, skipped
+        profile(entries)
+    return list(entries.values()), skipped
 
 
 def make_contender(name: str, case: Case, options: Options) -> Contender:
     return Ours(name, case, options.policies[name]) if name in options.policies else rival(name, case)
 
 
-def read_speed(options: Options) -> float:
-    """Memory bandwidth in bytes/s."""
-    given = options.read_gb_per_s
-    return machine.measure_read(options.device) if given is None else 1e9 * given
-
-
-def profile(measured: Sequence[Measured], entries: Sequence[dict[str, Any]]) -> None:
+def profile(entries: dict[Contender, dict[str, Any]]) -> None:
     """Add profiles of a step and of the first step to the entry of the policy that scores most often."""
-    pairs = [(m.contender, e) for m, e in zip(measured, entries, strict=True)]
-    ours = [(contender, e) for contender, e in pairs if isinstance(contender, Ours)]
+    ours = [contender for contender in entries if isinstance(contender, Ours)]
     if not ours:
         return
-    contender, chosen = max(ours, key=lambda pair: (pair[0].eviction is not None, pair[0].refresh_share))
+    contender = max(ours, key=lambda contender: (contender.eviction is not None, contender.refresh_share))
+    chosen = entries[contender]
     chosen["profile"] = breakdown.of_step(contender, say)
     if chosen["first_step_ms"] is not None:
         say(f"{contender.name}: parts of the first step ...")
@@ -270,7 +259,7 @@ def in_new_process(options: Options) -> float:
 def compile_seconds(options: Options) -> float:
     """How much longer the first steps of the only contender take than later ones."""
     with contextlib.redirect_stdout(sys.stderr):
-        (result,) = measure(options, SINGLE_PROCESS)
+        (result,) = settings(options, SINGLE_PROCESS)
     return float(result["contenders"][0]["compile_seconds"])
 
 

@@ -196,7 +196,7 @@ def _typical(milliseconds: Tensor) -> float:
 def at_least(contender: Ours) -> dict[str, float]:
     """Milliseconds of the reading that a step cannot do without, and on a CPU of its arithmetic in float32:
     at the speeds of PyTorch, measured now."""
-    model, kept, device = contender.case.model, contender.cache().kept, contender.device
+    model, kept, device = contender.case.model, contender.kept(), contender.device
     least = {"reading": traffic.step_bytes(model, kept) / machine.measure_read(device)}
     if device.type == "cpu":
         least["arithmetic"] = traffic.step_flops(model, kept) / machine.measure_multiply(device)
@@ -209,9 +209,10 @@ def of_first_step(contender: Ours) -> dict[str, Any]:
     case = dataclasses.replace(contender.case, skip_prefill=True)
 
     def first_step() -> float:
-        milliseconds = Ours(contender.name, case, contender.eviction).start().first_step_ms
-        assert milliseconds is not None
-        return milliseconds
+        fresh = Ours(contender.name, case, contender.eviction)
+        fresh.start()
+        assert fresh.first_step_ms is not None
+        return fresh.first_step_ms
 
     first_step()  # the first one also compiles kernels and allocates memory
     median = statistics.median(first_step() for _ in range(REPEATS))

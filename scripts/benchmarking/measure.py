@@ -6,7 +6,7 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,37 +63,33 @@ class Case:
         return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in self.lengths]
 
 
-@dataclass(frozen=True)
-class Start:
-    """How a contender got to the first step that is measured."""
+class Contender(ABC):
+    """An implementation with a policy in one case, and its times in milliseconds."""
 
-    how: str
-    """"prefill", "synthetic prompt", or "evicted cache" if not even a synthetic prompt fits into memory."""
+    period = 1
+    """Steps after which the schedule repeats."""
+    how = "prefill"
+    """How it started: "prefill", "synthetic prompt", or "evicted cache" if not even a synthetic prompt fits
+    into memory."""
     first_token_ms: float | None = None
     """Prefill and the first token, without compiling. None without prefill."""
     first_step_ms: float | None = None
     """The step that takes in the first token and evicts the prompt down to its budget."""
-
-
-@dataclass(frozen=True)
-class CacheUse:
-    kept: list[int]
-    """Tokens in the cache, by row."""
-    allocated: int
-    """Bytes allocated for K and V."""
-
-
-class Contender(ABC):
-    """An implementation with a policy, in one case."""
-
-    period = 1
-    """Steps after which the schedule repeats."""
+    peak_bytes: int | None = None
+    """How far memory use rose while it started."""
+    warm_up_ms = 0.0
+    last_ms = 0.0
+    """The last step of the warm-up: the best guess of a step's time before any is measured."""
+    steps_per_sample = 1
+    """A sample is one step, or the mean of a period of the schedule or of a whole block."""
 
     def __init__(self, name: str, case: Case) -> None:
         self.name, self.case, self.device = name, case, case.model.device
+        self.rounds: list[list[float]] = []
+        """Samples of each round."""
 
     @abstractmethod
-    def start(self) -> Start:
+    def start(self) -> None:
         """Take in the prompt, choose the first token, and evict. Raises MemoryError if it does not fit."""
 
     @abstractmethod
@@ -102,41 +98,26 @@ class Contender(ABC):
         would slow them down."""
 
     @abstractmethod
-    def cache(self) -> CacheUse: ...
+    def kept(self) -> list[int]:
+        """Tokens in the cache, by row."""
+
+    @abstractmethod
+    def cache_bytes(self) -> int:
+        """Bytes allocated for K and V."""
 
     def extra(self) -> dict[str, Any]:
-        """Further entries for the results, once the contender has been measured."""
+        """Further entries for the results, once it has been measured."""
         return {}
-
-
-@dataclass
-class Measured:
-    """One contender's times in milliseconds."""
-
-    contender: Contender
-    start: Start
-    peak_bytes: int | None
-    """How far memory use rose during `start`."""
-    warm_up_ms: float = 0.0
-    last_ms: float = 0.0
-    """The last step of the warm-up: the best guess of a step's time before any is measured."""
-    rounds: list[list[float]] = field(default_factory=list)
-    """Samples of each round."""
-    steps_per_sample: int = 1
-    """A sample is one step, or the mean of a period of the schedule or of a whole block."""
 
     @property
     def samples(self) -> list[float]:
         return [ms for samples in self.rounds for ms in samples]
 
     @property
-    def median(self) -> float:
-        return statistics.median(self.samples)
-
-    @property
     def compile_seconds(self) -> float:
         """How much longer the warm-up took than the same number of later steps."""
-        return max(0.0, self.warm_up_ms - warm_up_steps(self.contender.period) * self.median) / 1000
+        later_ms = warm_up_steps(self.period) * statistics.median(self.samples)
+        return max(0.0, self.warm_up_ms - later_ms) / 1000
 
 
 def warm_up_steps(period: int) -> int:
@@ -144,21 +125,20 @@ def warm_up_steps(period: int) -> int:
     return WARM_UP_PERIODS * period + 1
 
 
-def begin(contender: Contender, say: Say) -> Measured:
-    """Take in a contender's prompt, compile its steps and warm up. Raises what the contender raises."""
+def begin(contender: Contender, say: Say) -> None:
+    """Start a contender, compile its steps and warm up. Raises what the contender raises."""
     say(f"{contender.name}: prompt ...")
     before = machine.start_peak(contender.device)
-    start = contender.start()
-    measured = Measured(contender, start, machine.peak_since(before, contender.device))
+    contender.start()
+    contender.peak_bytes = machine.peak_since(before, contender.device)
     say(f"{contender.name}: first steps ...")
     clock = time.perf_counter()
-    measured.last_ms = contender.steps(warm_up_steps(contender.period))[-1]
-    measured.warm_up_ms = 1000 * (time.perf_counter() - clock)
-    return measured
+    contender.last_ms = contender.steps(warm_up_steps(contender.period))[-1]
+    contender.warm_up_ms = 1000 * (time.perf_counter() - clock)
 
 
 def run_rounds(
-    contenders: Sequence[Measured], rounds: int, steps: int, read: Callable[[], float], say: Say
+    contenders: Sequence[Contender], rounds: int, steps: int, read: Callable[[], float], say: Say
 ) -> float:
     """In each round, let every contender run a block of at most `steps` steps.
 
@@ -170,19 +150,20 @@ def run_rounds(
         say(f"round {turn + 1} of {rounds} ...")
         speeds.append(read())
         first = turn % len(contenders)
-        for measured in [*contenders[first:], *contenders[:first]]:
-            count = block_steps(measured, steps)
-            samples = by_period(measured.contender.steps(count), measured.contender.period, count)
-            measured.steps_per_sample = count // len(samples)
-            measured.rounds.append(samples)
+        for contender in [*contenders[first:], *contenders[:first]]:
+            count = block_steps(contender, steps)
+            samples = by_period(contender.steps(count), contender.period, count)
+            contender.steps_per_sample = count // len(samples)
+            contender.rounds.append(samples)
     return statistics.median(speeds)
 
 
-def block_steps(measured: Measured, most: int) -> int:
+def block_steps(contender: Contender, most: int) -> int:
     """Steps of a contender's next block: whole periods, `most` or fewer if they are slow."""
-    period = measured.contender.period
-    expected_ms = measured.median if measured.rounds else measured.last_ms
-    return max(period, min(most, int(BLOCK_MS / expected_ms)) // period * period)
+    expected_ms = statistics.median(contender.samples or [contender.last_ms])
+    return max(
+        contender.period, min(most, int(BLOCK_MS / expected_ms)) // contender.period * contender.period
+    )
 
 
 def by_period(times: list[float], period: int, steps: int) -> list[float]:
@@ -198,45 +179,48 @@ def spread(samples: Sequence[float]) -> dict[str, float]:
     return {"median": float(median), "p10": float(p10), "p90": float(p90)}
 
 
-def ratio(measured: Measured, reference: Measured) -> float:
+def ratio(contender: Contender, reference: Contender) -> float:
     """A contender's time relative to the reference's: the median over rounds, since both were measured within
     seconds of each other in each of them."""
-    pairs = zip(measured.rounds, reference.rounds, strict=True)
-    return statistics.median(statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs)
+    pairs = zip(contender.rounds, reference.rounds, strict=True)
+    return statistics.median(statistics.median(own) / statistics.median(other) for own, other in pairs)
 
 
 def entry(
-    measured: Measured, setting: dict[str, Any], reference: Measured | None, speed: float
+    contender: Contender, setting: dict[str, Any], reference: Contender | None, speed: float
 ) -> dict[str, Any]:
     """One contender in the results file. `setting`: dtype, batch and context; `speed`: the memory bandwidth
     in bytes/s."""
-    contender, start, cache = measured.contender, measured.start, measured.contender.cache()
-    case = contender.case
-    ms = {name: round(value, 4) for name, value in spread(measured.samples).items()}
-    step_bytes = traffic.step_bytes(case.model, cache.kept)
+    case, kept = contender.case, contender.kept()
+    ms = {name: round(value, 4) for name, value in spread(contender.samples).items()}
+    step_bytes = traffic.step_bytes(case.model, kept)
     return {
         "name": contender.name,
         **setting,
         "lengths": case.lengths,
-        "start": start.how,
+        "start": contender.how,
         "ms_per_step": ms,
-        "samples": len(measured.samples),
-        "steps_per_sample": measured.steps_per_sample,
-        "ratio": None if reference is None else round(ratio(measured, reference), 4),
+        "samples": len(contender.samples),
+        "steps_per_sample": contender.steps_per_sample,
+        "ratio": None if reference is None else round(ratio(contender, reference), 4),
         "tokens_per_second": round(1000 * case.batch / ms["median"], 3),
         "bytes_per_step": step_bytes,
         "read_gb_per_s": round(speed / 1e9, 2),
         "share_of_limit": round(1000 * step_bytes / speed / ms["median"], 4),
-        "cache_bytes": cache.allocated,
-        "cache_bytes_by_formula": traffic.kv_bytes(case.model.config, cache.kept, case.model.dtype),
-        "kept_tokens": sum(cache.kept),
-        "kept_tokens_by_row": cache.kept,
-        "first_token_ms": start.first_token_ms and round(start.first_token_ms, 3),
-        "first_step_ms": start.first_step_ms and round(start.first_step_ms, 3),
-        "compile_seconds": round(measured.compile_seconds, 3),
-        "peak_bytes": measured.peak_bytes,
+        "cache_bytes": contender.cache_bytes(),
+        "cache_bytes_by_formula": traffic.kv_bytes(case.model.config, kept, case.model.dtype),
+        "kept_tokens": sum(kept),
+        "kept_tokens_by_row": kept,
+        "first_token_ms": _rounded(contender.first_token_ms),
+        "first_step_ms": _rounded(contender.first_step_ms),
+        "compile_seconds": round(contender.compile_seconds, 3),
+        "peak_bytes": contender.peak_bytes,
         **contender.extra(),
     }
+
+
+def _rounded(ms: float | None) -> float | None:
+    return None if ms is None else round(ms, 3)
 
 
 def scaling(entries: Sequence[dict[str, Any]], speed: float) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from inertiakv import Decoder, EvictionConfig
 from inertiakv.cache.slot_cache import SlotCache
 
 from .machine import synchronize
-from .measure import CacheUse, Case, Contender, Start, warm_up_steps
+from .measure import Case, Contender, warm_up_steps
 
 
 def refresh_period(eviction: EvictionConfig | None) -> int:
@@ -36,10 +36,10 @@ class Ours(Contender):
         self.step_ms: list[float] = []
         """Of every step since `start`, on a CPU."""
 
-    def start(self) -> Start:
+    def start(self) -> None:
         """Raises MemoryError if not even the evicted cache fits."""
         prompts, skipped = self.case.prompts(), self.case.skip_prefill
-        how = "synthetic prompt" if skipped else "prefill"
+        self.how = "synthetic prompt" if skipped else "prefill"
         try:
             self.decoder, first_token = self._begin(self.eviction, prompts)
         except MemoryError:
@@ -48,13 +48,10 @@ class Ours(Contender):
             # Start from what is left of the prompts after evicting, as if each row had been prefilled alone.
             kept = [tokens[: self.eviction.budget_for(len(tokens))] for tokens in prompts]
             evicted = dataclasses.replace(self.eviction, budget=None, compression=0.0)
-            how, (self.decoder, first_token) = "evicted cache", self._begin(evicted, kept)
+            self.how, (self.decoder, first_token) = "evicted cache", self._begin(evicted, kept)
         first_step = self.decoder.stats.seconds.first_step
-        return Start(
-            how,
-            None if skipped else 1000 * first_token,
-            1000 * first_step if first_step and how != "evicted cache" else None,
-        )
+        self.first_token_ms = None if skipped else 1000 * first_token
+        self.first_step_ms = 1000 * first_step if first_step and self.how != "evicted cache" else None
 
     def _begin(self, eviction: EvictionConfig | None, prompts: list[list[int]]) -> tuple[Decoder, float]:
         """A decoder that has generated one token and evicted, and the seconds this took without compiling."""
@@ -100,9 +97,11 @@ class Ours(Contender):
         own = torch.tensor(times, dtype=torch.float64, device=self.device)
         return tp.gather(own).unflatten(0, (tp.size, -1)).amax(0).tolist()
 
-    def cache(self) -> CacheUse:
-        stats = self.decoder.stats
-        return CacheUse([round(kept) for kept in stats.kept_tokens], stats.cache_bytes)
+    def kept(self) -> list[int]:
+        return [round(kept) for kept in self.decoder.stats.kept_tokens]
+
+    def cache_bytes(self) -> int:
+        return self.decoder.stats.cache_bytes
 
     def extra(self) -> dict[str, Any]:
         return {

@@ -18,7 +18,7 @@ from inertiakv.models.checkpoint import checkpoint_views
 from inertiakv.models.moe import Experts
 
 from .machine import synchronize
-from .measure import CacheUse, Case, Contender, Start
+from .measure import Case, Contender
 from .traffic import kv_bytes
 
 EVICTING = ("transformers-inertiakv", "kvpress", "kvpress4")
@@ -70,7 +70,7 @@ class Rival(Contender):
         for layer in range(config.num_layers):
             self.kv.update(k.clone(), v.clone(), layer)
 
-    def _allocated(self) -> int:
+    def cache_bytes(self) -> int:
         tensors = [tensor for layer in self.kv.layers for tensor in (layer.keys, layer.values)]
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
@@ -90,7 +90,7 @@ class Transformers(Rival):
         self.evicts = name in EVICTING
         self.compiles = name == "transformers-static" and case.compiled
 
-    def start(self) -> Start:
+    def start(self) -> None:
         self._load()
         self.kv = self._new_cache()
         longest = max(self.case.lengths)
@@ -100,16 +100,15 @@ class Transformers(Rival):
             self.ids[row, longest - len(tokens) :] = torch.tensor(tokens, device=self.device)
             self.mask[row, longest - len(tokens) :] = 1
         if self.case.skip_prefill and not self.evicts:
+            self.how = "synthetic prompt"
             self._fill()
             self._append(self.ids[:, -1:])
-            start = Start("synthetic prompt")
         else:  # eviction decides by the prompt, which therefore is always read
             synchronize(self.device)
             begin = time.perf_counter()
-            start = Start("prefill", 1000 * (self._generate(1)[0] - begin))
+            self.first_token_ms = 1000 * (self._generate(1)[0] - begin)
         if self.compiles and self.device.type == "cpu":
             self.hf.set_attn_implementation("eager")
-        return start
 
     def steps(self, count: int) -> list[float]:
         stamps = self._generate(count + 1)
@@ -117,11 +116,13 @@ class Transformers(Rival):
             return [1000 * (stamps[count] - stamps[0]) / count]
         return [1000 * (stamps[i + 1] - stamps[i]) for i in range(count)]
 
-    def cache(self) -> CacheUse:
+    def kept(self) -> list[int]:
         if self.evicts:
-            return CacheUse([round(kept) for kept in self.kv.kept_tokens], self.kv.allocated_bytes)
-        # The last token chosen is not in the cache yet.
-        return CacheUse((self.mask.sum(-1) - 1).tolist(), self._allocated())
+            return [round(kept) for kept in self.kv.kept_tokens]
+        return (self.mask.sum(-1) - 1).tolist()  # the last token chosen is not in the cache yet
+
+    def cache_bytes(self) -> int:
+        return self.kv.allocated_bytes if self.evicts else super().cache_bytes()
 
     def extra(self) -> dict[str, Any]:
         return {"attention": self.hf.config._attn_implementation}
@@ -185,7 +186,7 @@ class KVPress(Rival):
         super().__init__(name, case)
         self.period = 4 if name == "kvpress4" else 1
 
-    def start(self) -> Start:
+    def start(self) -> None:
         if self.case.batch > 1:
             raise ValueError("its loop decodes one prompt at a time")
         from kvpress import DecodingPress, TOVAPress
@@ -205,14 +206,13 @@ class KVPress(Rival):
         synchronize(self.device)
         begin = time.perf_counter()
         if self.case.skip_prefill:
+            self.how = "synthetic prompt"
             self._fill()
             self.token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            first_token = None
         else:
             self.token = self._feed(torch.tensor(self.case.prompts(), device=self.device), 0)
-            first_token = 1000 * (time.perf_counter() - begin)
-        first_step = self.steps(self.period)[-1]
-        return Start("synthetic prompt" if self.case.skip_prefill else "prefill", first_token, first_step)
+            self.first_token_ms = 1000 * (time.perf_counter() - begin)
+        self.first_step_ms = self.steps(self.period)[-1]
 
     def steps(self, count: int) -> list[float]:
         times = []
@@ -224,8 +224,8 @@ class KVPress(Rival):
             times.append(1000 * (time.perf_counter() - begin))
         return times
 
-    def cache(self) -> CacheUse:
-        return CacheUse([self.kv.layers[0].keys.shape[2]], self._allocated())
+    def kept(self) -> list[int]:
+        return [self.kv.layers[0].keys.shape[2]]
 
     @torch.no_grad()
     def _feed(self, ids: Tensor, position: int) -> Tensor:
