@@ -149,23 +149,13 @@ def load(
 
 
 def new_case(options: Options, model: Transformer, raw: dict[str, Any], context: int, batch: int) -> Case:
-    # One turn more than is measured, and two more tokens per turn: `generate` begins with one that does not
-    # count.
+    # One turn more than is measured, and two tokens more per turn: `generate` begins with one of its own.
     new_tokens = measure.warm_up_steps(options.period) + (options.blocks + 1) * (options.steps + 2)
     if options.profile:
         new_tokens += breakdown.steps_needed(options.period)
     without_position_limit(model, context + new_tokens)
-    return Case(
-        model=model,
-        raw=raw,
-        context=context,
-        batch=batch,
-        new_tokens=new_tokens,
-        kept=options.kept,
-        skip_prefill=options.skip_prefill,
-        compiled=options.compiled,
-        attention=options.attention,
-    )
+    same = {key: getattr(options, key) for key in ("kept", "skip_prefill", "compiled", "attention")}
+    return Case(model, raw, context, batch, new_tokens, **same)
 
 
 def run_case(case: Case, options: Options) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -228,20 +218,9 @@ def compile_times(options: Options) -> dict[str, float]:
     measured in a new process."""
     name = max(options.policies, key=lambda name: refresh_period(options.policies[name]))
     say(f"compiling {name}, cold and warm ...")
-    alone = replace(
-        options,
-        policies={name: options.policies[name]},
-        against=[],
-        reference=name,
-        contexts=options.contexts[:1],
-        batches=options.batches[:1],
-        dtypes=options.dtypes[:1],
-        skip_prefill=True,
-        blocks=2,
-        read_gb_per_s=1.0,
-        compile_times=False,
-        profile=False,
-    )
+    first = {key: getattr(options, key)[:1] for key in ("contexts", "batches", "dtypes")}
+    alone = replace(options, **first, policies={name: options.policies[name]}, against=[], reference=name)
+    alone = replace(alone, skip_prefill=True, blocks=2, read_gb_per_s=1.0, compile_times=False, profile=False)
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
         os.environ.pop("TRITON_CACHE_DIR", None)
         return {which: round(in_new_process(alone), 2) for which in ("cold", "warm")}

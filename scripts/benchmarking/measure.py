@@ -211,16 +211,12 @@ def entry(
         "cache_bytes_by_formula": traffic.kv_bytes(case.model.config, kept, case.model.dtype),
         "kept_tokens": sum(kept),
         "kept_tokens_by_row": kept,
-        "first_token_ms": _rounded(contender.first_token_ms),
-        "first_step_ms": _rounded(contender.first_step_ms),
+        "first_token_ms": contender.first_token_ms and round(contender.first_token_ms, 3),
+        "first_step_ms": contender.first_step_ms and round(contender.first_step_ms, 3),
         "compile_seconds": round(contender.compile_seconds, 3),
         "peak_bytes": contender.peak_bytes,
         **contender.extra(),
     }
-
-
-def _rounded(ms: float | None) -> float | None:
-    return None if ms is None else round(ms, 3)
 
 
 def scaling(entries: Sequence[dict[str, Any]], speed: float) -> list[dict[str, Any]]:
