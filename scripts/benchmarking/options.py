@@ -111,8 +111,8 @@ def parse(argv: Sequence[str], description: str | None) -> Options:
     steps = args.steps or math.lcm(period, 64 if device.type == "cuda" else 16)
     if steps % period:
         raise ValueError(f"--steps {steps} cuts schedules in pieces; give a multiple of {period}")
-    same = ("model", "shape", "layers", "quantize", "against", "attention", "merge", "blocks", "skip_prefill")
-    same += ("compile_times", "profile", "read_gb_per_s", "json", "out")
+    same = ["model", "shape", "layers", "quantize", "against", "attention", "merge", "blocks", "skip_prefill"]
+    same += ["compile_times", "profile", "read_gb_per_s", "json", "out"]
     return Options(
         **{name: getattr(args, name) for name in same},
         command=shlex.join(["python", "scripts/bench.py", *argv]),
