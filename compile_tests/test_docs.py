@@ -294,9 +294,9 @@ def test_the_summary_is_the_measured_one() -> None:
     def megabytes(name: str) -> str:
         return f"{cpu[name, 'bfloat16', 1]['cache_bytes'] / 1e6:.1f} MB"
 
-    def steps(dtype: str) -> list[str]:
+    def steps(dtype: str, evicting: str = "") -> list[str]:
         dynamic, static = ms("transformers", dtype), ms("transformers-static", dtype)
-        rivals = f"transformers {dynamic}, compiled {static}"
+        rivals = f"transformers {dynamic}, compiled {static}{evicting}"
         return [rivals, ms("full", dtype), ms("inertiakv", dtype), ""]
 
     def scores(study: str, length: int, today: str = "") -> list[str]:
@@ -306,10 +306,13 @@ def test_the_summary_is_the_measured_one() -> None:
         tova, snapkv = (score("reproduction", name, length) for name in ("tova", "snapkv"))
         return f"TOVA {tova}, SnapKV {snapkv}"
 
+    kvpress = contenders("smollm2-135m-cpu-kvpress")["kvpress", "bfloat16", 1]["ms_per_step"]["median"]
+    link = f", [kvpress {kvpress:.1f}](benchmarks/README.md#smollm2-135m-cpu-kvpressjson)"
     expected = [
         *(scores("reproduction", length, today(length)) for length in (1024, 2048)),
         *(scores("rehearsal", length) for length in (2048, 4096)),
-        *(steps(dtype) for dtype in ("bfloat16", "float32")),
+        steps("bfloat16", link),
+        steps("float32"),
         ["", ms("full", batch=8), ms("inertiakv", batch=8), ""],
         [f"transformers {megabytes('transformers')}", megabytes("full"), megabytes("inertiakv"), ""],
     ]
