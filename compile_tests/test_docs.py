@@ -223,6 +223,14 @@ def test_files_that_are_named_exist() -> None:
             assert (ROOT / name).exists(), (page, name)
 
 
+def test_classes_that_are_named_exist() -> None:
+    named = table(PAGES["docs/how-it-works.md"], "classes")
+    for row in named:
+        code = "".join(path.read_text() for path in (ROOT / row[1].strip("`")).glob("*.py"))
+        for name in re.findall(r"\w+", row[0]):
+            assert re.search(rf"^class {name}\b", code, re.MULTILINE), name
+
+
 def test_the_demo_is_what_make_runs() -> None:
     """`make demo` pipes a text and a question that are there into a command line that is understood."""
     recipe = re.search(r"^demo:.*?\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
