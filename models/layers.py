@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
-from inertiakv.compiling.numerics import materialize
+from inertiakv.compiling.numerics import accumulation_dtype, materialize
 
 from .config import ModelConfig
 from .rope import rotate
@@ -31,11 +31,6 @@ SIDES = 16
 LOADS_BYTES = torch.backends.cpu.get_cpu_capability() == "AVX512"
 """Whether the compiler's loops load int8 directly. Elsewhere they load it by way of the stack, which takes
 eight times as long as the arithmetic."""
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, norms and softmax: float32, float64 for a float64 model."""
-    return torch.promote_types(torch.float32, dtype)
 
 
 def empty(*shape: int) -> nn.Parameter:
@@ -88,7 +83,7 @@ def one_row_product(x_I: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def few_rows_product(x_RI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x_RI times weight_OI transposed, [R, O] in `statistics_dtype`, as elementwise products and sums.
+    """x_RI times weight_OI transposed, [R, O] in `accumulation_dtype`, as elementwise products and sums.
 
     With few rows the time goes into reading the weights, which a loop of the compiler does up to twice as
     fast as the library's matrix product. On a CPU the loop keeps up to four sums at once: one for each row,
@@ -103,7 +98,7 @@ def few_rows_product(x_RI: Tensor, weight_OI: Tensor) -> Tensor:
     together = 8 if passes > 1 and weight_OI.dtype.itemsize != 2 else 4
     streams = max(1, together * passes // rows) if cores else 1
     streams = streams if outputs % streams == 0 else 1
-    wide = statistics_dtype(x_RI.dtype)
+    wide = accumulation_dtype(x_RI.dtype)
     x_PQI = materialize(x_RI.to(wide)).unflatten(0, (passes, -1))
     weight_SO1I = weight_OI.to(wide).unflatten(0, (streams, -1))[:, :, None]
     sums = [(weight_O1I * x_PI).sum(-1) for weight_O1I in weight_SO1I.unbind() for x_PI in x_PQI.unbind(1)]
@@ -154,7 +149,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(statistics_dtype(x.dtype))
+        wide = x.to(accumulation_dtype(x.dtype))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from inertiakv.compiling.numerics import accumulation_dtype
+
 from .family import MoEConfig
-from .layers import Linear, empty, statistics_dtype
+from .layers import Linear, empty
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -28,7 +30,7 @@ class SparseMLP(nn.Module):
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         x_NE = x_BTE.flatten(0, 1)
-        weight_NX = torch.softmax(self.gate(x_NE), dim=-1, dtype=statistics_dtype(x_NE.dtype))
+        weight_NX = torch.softmax(self.gate(x_NE), dim=-1, dtype=accumulation_dtype(x_NE.dtype))
         weight_NK, expert_NK = weight_NX.topk(self.top_k, dim=-1)
         if self.normalise:
             weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
@@ -52,7 +54,7 @@ class Experts(nn.Module):
             yield f"{index}.down_proj.weight", down_OI
 
     def forward(self, x_NE: Tensor, expert_NK: Tensor) -> Tensor:
-        """Output of each chosen expert, unweighted: [N, K, E] in `statistics_dtype`."""
+        """Output of each chosen expert, unweighted: [N, K, E] in `accumulation_dtype`."""
         (tokens, top_k), experts = expert_NK.shape, self.down_XOI.shape[0]
         expert_R = expert_NK.flatten()
         if torch.compiler.is_compiling() and tokens * top_k <= experts:
@@ -68,7 +70,7 @@ class Experts(nn.Module):
                 x_NE[order_R // top_k], lambda x_RI, weight_XOI: _grouped(x_RI, weight_XOI, end_X)
             )
             y_RE = torch.empty_like(sorted_RE).index_copy_(0, order_R, sorted_RE)
-        return y_RE.view(tokens, top_k, -1).to(statistics_dtype(x_NE.dtype))
+        return y_RE.view(tokens, top_k, -1).to(accumulation_dtype(x_NE.dtype))
 
     def _mlp(self, x_RE: Tensor, product: Product) -> Tensor:
         gate_RF, up_RF = product(x_RE, self.gate_up_XOI).chunk(2, dim=-1)
@@ -76,8 +78,8 @@ class Experts(nn.Module):
 
 
 def _chosen(x_RI: Tensor, weight_XOI: Tensor, expert_R: Tensor) -> Tensor:
-    """Row r times the matrix of its own expert: [R, O] in `statistics_dtype`."""
-    return (weight_XOI[expert_R] * x_RI[:, None]).sum(-1, dtype=statistics_dtype(x_RI.dtype))
+    """Row r times the matrix of its own expert: [R, O] in `accumulation_dtype`."""
+    return (weight_XOI[expert_R] * x_RI[:, None]).sum(-1, dtype=accumulation_dtype(x_RI.dtype))
 
 
 # A custom operator, opaque to the compiler: that supports the library's grouped product in bfloat16 only, and

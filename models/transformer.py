@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
+from inertiakv.compiling.numerics import accumulation_dtype
 
 from .config import ModelConfig
-from .layers import MLP, Attention, Embedding, Linear, RMSNorm, Rotation, linear, statistics_dtype
+from .layers import MLP, Attention, Embedding, Linear, RMSNorm, Rotation, linear
 from .moe import SparseMLP
 from .parallel import share
 from .rope import Rotary
@@ -82,7 +83,7 @@ class Transformer(nn.Module):
         has been evicted; a padding token has position -1, and its hidden state is meaningless.
         """
         x_BTE = self.embed_tokens(tokens_BT)
-        rotary = self.rotary(positions_BT, statistics_dtype(x_BTE.dtype))
+        rotary = self.rotary(positions_BT, accumulation_dtype(x_BTE.dtype))
         for index, layer in enumerate(self.layers):
             x_BTE = forward_pass.run_layer(index, layer, x_BTE, rotary)
         return self.norm(x_BTE)
