@@ -54,7 +54,7 @@ def load_model(
     dtype: "auto" (the checkpoint's), "bfloat16", "float16", "float32", "float64" or a torch dtype.
     device: None takes CUDA where it is available, else the CPU.
     quantize: "int8" halves the weights of linear layers (needs torchao); all else keeps `dtype`.
-    tp: the processes that hold the model together, from `models.parallel.joined`.
+    tp: the processes that hold the model together, from `models.parallel.init_tensor_parallel`.
 
     Raises FileNotFoundError for missing files, ValueError for a name, config or checkpoint that is not
     understood, ConnectionError if the hub is needed and does not answer, RuntimeError if the default model's

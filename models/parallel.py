@@ -40,7 +40,7 @@ def place() -> tuple[int, int, int]:
 
 
 @contextmanager
-def joined(
+def init_tensor_parallel(
     device: str | None = None, size: int | None = None
 ) -> Iterator[tuple[TensorParallel, torch.device]]:
     """Join the other processes of `torchrun`. Yields this process's tensor-parallel group and its device: a

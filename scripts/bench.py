@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's o
 from inertiakv.compiling.collectives import TensorParallel
 from inertiakv.models import Transformer, load_model
 from inertiakv.models.hub import find_folder
-from inertiakv.models.parallel import joined
+from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scripts.benchmarking import breakdown, first_step, machine, report, results, scaling, traffic
 from inertiakv.scripts.benchmarking.compiling import compile_seconds
 from inertiakv.scripts.benchmarking.contender import Case, Contender
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: Options) -> None:
     """Measure, alone or with the other processes of torchrun, of which one speaks and writes."""
-    with joined(str(options.device)) as (tp, device), program.silence(tp.rank > 0):
+    with init_tensor_parallel(str(options.device)) as (tp, device), program.silence(tp.rank > 0):
         options = replace(options, device=device, out=options.out if tp.rank == 0 else None)
         bench(options, tp)
 

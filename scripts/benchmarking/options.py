@@ -260,7 +260,8 @@ def _device(name: str | None, ranks: int) -> torch.device:
     """Raises ValueError for a device that is not there."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if ranks > 1 and name in ("cpu", "cuda"):
-        return torch.device(name)  # which one, `joined` says: nothing is to be put on another rank's
+        # `init_tensor_parallel` says which GPU: nothing is to be put on another rank's.
+        return torch.device(name)
     try:
         torch.empty(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
