@@ -77,7 +77,7 @@ def test_shards_of_the_reference(tmp_path: Path, family: str) -> None:
     assert_parity(reference, load_checkpoint(tmp_path), steps=2)
 
 
-def test_model_is_for_inference(tmp_path: Path) -> None:
+def test_a_model_is_for_inference(tmp_path: Path) -> None:
     model = load_checkpoint(tiny_checkpoint(tmp_path))
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compile_tests.models.reference import GrowingCache, assert_close, forward, random_tokens, tiny_checkpoint
-from inertiakv import Decoder, EvictionConfig
+from inertiakv import Decoder
 from inertiakv.models import Transformer, load_checkpoint, load_model
 from inertiakv.models.layers import Embedding, Linear
 from inertiakv.models.quantize import quantize_into
@@ -92,9 +92,7 @@ def test_large_matrices_are_quantised_in_parts(monkeypatch: pytest.MonkeyPatch) 
 def test_compiled_tokens_are_the_eager_ones(tmp_path: Path) -> None:
     _, quantized = loaded(tmp_path, "qwen2", num_hidden_layers=2, tie_word_embeddings=True)
     prompts = [random_tokens(1, 40 - row)[0].tolist() for row in range(2)]
-    eviction = EvictionConfig(budget=16, refresh="once")
-    eager = Decoder(quantized, eviction, compile=False)
-    compiled = Decoder(quantized, eviction, compile=True)
+    eager, compiled = (Decoder(quantized, None, compile=compile) for compile in (False, True))
     expected = eager.generate(prompts, 16, eos_token_ids=())
     actual = compiled.generate(prompts, 16, eos_token_ids=())
     assert actual.tokens == expected.tokens

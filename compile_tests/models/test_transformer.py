@@ -72,34 +72,15 @@ def test_mixture_of_experts(tmp_path: Path, normalise: bool, options: dict[str, 
     assert_parity(*pair(tmp_path, config), batch=2)
 
 
+SCALED: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 24}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 3.0},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 24,
-    },
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 24},
-    "yarn attention_factor": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 24,
-        "attention_factor": 1.3,
-    },
-    "yarn mscale": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 24,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.5,
-    },
-    "yarn betas": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 24,
-        "beta_fast": 16.0,
-        "beta_slow": 2.0,
-        "truncate": False,
-    },
+    "llama3": {**SCALED, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": SCALED,
+    "yarn attention_factor": {**SCALED, "attention_factor": 1.3},
+    "yarn mscale": {**SCALED, "mscale": 1.0, "mscale_all_dim": 0.5},
+    "yarn betas": {**SCALED, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
 }
 
 
@@ -119,24 +100,14 @@ def test_dynamic_rope_up_to_its_length(tmp_path: Path) -> None:
     assert_parity(reference, model, prompt=12, steps=20)
 
 
+SLIDES = {"sliding_window": 8, "use_sliding_window": True}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int | None, ...]]] = {
     "mistral": ("mistral", {"sliding_window": 8}, (8, 8, 8)),
-    "qwen2 upper layers": (
-        "qwen2",
-        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
-        (None, 8, 8),
-    ),
-    "qwen2 switched off": ("qwen2", {"sliding_window": 8, "use_sliding_window": False}, (None,) * 3),
-    "qwen3 layer types": (
-        "qwen3",
-        {
-            "sliding_window": 8,
-            "use_sliding_window": True,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-        (8, None, 8),
-    ),
-    "qwen3_moe": ("qwen3_moe", {"sliding_window": 8, "use_sliding_window": True}, (8, 8, 8)),
+    "qwen2 upper layers": ("qwen2", {**SLIDES, "max_window_layers": 1}, (None, 8, 8)),
+    "qwen2 switched off": ("qwen2", {**SLIDES, "use_sliding_window": False}, (None,) * 3),
+    "qwen3 layer types": ("qwen3", {**SLIDES, "layer_types": TYPES}, (8, None, 8)),
+    "qwen3_moe": ("qwen3_moe", SLIDES, (8, 8, 8)),
 }
 
 
