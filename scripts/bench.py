@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 from inertiakv.models import Transformer, load_model
 from inertiakv.models.hub import find_folder
-from inertiakv.models.parallel import joined
+from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scripts.benchmarking import breakdown, machine, measure, report, results
 from inertiakv.scripts.benchmarking.measure import Case, Contender
 from inertiakv.scripts.benchmarking.options import Options, parse
@@ -67,7 +67,7 @@ def run(options: Options) -> None:
     """Measure, write and print; with several processes rank 0 alone prints and writes.
 
     The file is written after every setting, so that an interrupted run leaves what it has measured."""
-    with joined(str(options.device)) as (tp, device), program.silence(tp.rank > 0):
+    with init_tensor_parallel(str(options.device)) as (tp, device), program.silence(tp.rank > 0):
         options = replace(options, device=device, out=options.out if tp.rank == 0 else None)
         others = [(results.read(file), file.name) for file in options.merge]
         result: dict[str, Any] = {}

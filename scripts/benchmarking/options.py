@@ -241,7 +241,7 @@ def _device(name: str | None, ranks: int) -> torch.device:
     """Raises ValueError for a device that is not there."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if ranks > 1 and name in ("cpu", "cuda"):
-        return torch.device(name)  # `joined` chooses which one; this must not allocate on another rank's
+        return torch.device(name)  # `init_tensor_parallel` chooses which one; this must not allocate on another rank's
     try:
         torch.empty(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
