@@ -18,7 +18,7 @@ OLDEST := .oldest
 OLDEST_VERSION := $(shell sed -n 's/^transformers==//p' oldest.txt)
 WITH_OLDEST := PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python
 ON_TRANSFORMERS := compile_tests/integrations \
-	$(patsubst %,compile_tests/models/test_%.py,checkpoint hub model_config model_parity moe rope)
+	$(patsubst %,compile_tests/models/test_%.py,checkpoint hub config transformer moe rope)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-oldest lint format bench reproduce clean

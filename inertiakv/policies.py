@@ -38,7 +38,7 @@ POLICIES: dict[str, EvictionConfig | None] = {
     "lazy8": EvictionConfig(refresh=8),
     "lazy16": EvictionConfig(refresh=16),
     "score_free": EvictionConfig(refresh="once"),
-    # Not in the paper: see "Rehearsing the answer" in the README.
+    # Not in the paper: see "Rehearsing the answer" in docs/rules.md.
     "rehearsed": EvictionConfig(refresh=16, coupling="temporal", draft=64, drafts=2, window_by="max", pool=3),
     "single": EvictionConfig(aggregation="single"),
     "cumulative": EvictionConfig(aggregation="cumulative"),
