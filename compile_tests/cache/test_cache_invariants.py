@@ -6,7 +6,6 @@ Shapes: B batch, T tokens, G KV heads, N slots, D head dim.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from itertools import product
 from typing import get_args
 
@@ -16,30 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compile_tests.tiny import RowState, set_states
+from compile_tests.eviction.utilities import KINDS, kinds, seeds
+from compile_tests.tiny import RowState, attend_in_layers, set_states
 from inertiakv.cache.retention import RetentionSets
 from inertiakv.cache.slot_cache import CacheShape, SlotCache, bucket
 from inertiakv.config import Scope
-from inertiakv.decoding.forward import CacheView, Pass
 from inertiakv.eviction.protection import Limits, protected
-from inertiakv.eviction.rule import next_slot, retained
+from inertiakv.eviction.rule import retained
 
 LAYERS, HEADS, DIM = 2, 3, 4
-
-KINDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "distinct": lambda u: u,
-    "few values": lambda u: (u * 3).round(),
-    "all equal": lambda u: u * 0 + 0.25,
-    "infinite": lambda u: torch.where(u < 0.3, -torch.inf, torch.where(u > 0.7, torch.inf, u)),
-    "all +inf": lambda u: u * 0 + torch.inf,
-    "all -inf": lambda u: u * 0 - torch.inf,
-    # Beyond 8,192 the numbers of bfloat16 are 64 apart: 10,000 + 1 is 10,000.
-    "coarse": lambda u: (1e4 + (u * 200)).to(torch.bfloat16).float(),
-    "coarse negative": lambda u: (-1e4 - (u * 200)).to(torch.bfloat16).float(),
-    "tiny": lambda u: u * 1e-42,
-}
-kinds = st.sampled_from(sorted(KINDS))
-seeds = st.integers(0, 2**31)
 
 
 def make_cache(batch: int, slots: int, scope: Scope = "shared") -> SlotCache:
@@ -65,19 +49,12 @@ class Sequence:
         kind: str,
         seed: int,
         scope: Scope = "shared",
-    ):
-        self.rows, self.sinks, self.recent, self.kind, self.seed, self.scope = (
-            range(len(lengths)),
-            sinks,
-            recent,
-            kind,
-            seed,
-            scope,
-        )
+    ) -> None:
+        self.rows, self.budgets, self.sinks, self.recent = range(len(lengths)), budgets, sinks, recent
+        self.kind, self.seed, self.scope = kind, seed, scope
         self.names = list(self.rows)
         self.next_B = torch.zeros(len(lengths), dtype=torch.int64)
         self.step = 0
-        self.budgets = budgets
         self.cache = make_cache(len(lengths), bucket(max(lengths) + 1), scope)
         for table in self.cache.retention:
             table.budget_BX.copy_(torch.tensor(budgets)[:, None])
@@ -252,61 +229,6 @@ def test_a_row_in_a_batch_is_the_row_alone_bit_for_bit(sequence: Sequence) -> No
                 assert torch.equal(buffer[row], getattr(theirs, name)[0])
 
 
-@st.composite
-def tables(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """position, utility, protected [B, N] and a budget: tokens in any slots, some of them empty."""
-    batch, slots = draw(st.integers(1, 3)), draw(st.integers(2, 40))
-    generator = torch.Generator().manual_seed(draw(seeds))
-    position_BN = torch.stack([torch.randperm(slots, generator=generator) for _ in range(batch)]).int() * 3
-    empty_BN = torch.rand(batch, slots, generator=generator) < draw(st.sampled_from([0.0, 0.3, 0.8]))
-    position_BN = torch.where(empty_BN, -1, position_BN)
-    utility_BN = KINDS[draw(kinds)](torch.rand(batch, slots, generator=generator))
-    budget = draw(st.integers(1, slots - 1))
-    protected_BN = torch.rand(batch, slots, generator=generator) < 0.4
-    protected_BN &= protected_BN.cumsum(-1) <= budget
-    return position_BN, torch.where(empty_BN, 0.0, utility_BN), protected_BN, torch.full((batch,), budget)
-
-
-def evict_one_by_one(tables: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    position_BN, utility_BN, protected_BN, budget_B = tables
-    position_BN = position_BN.clone()
-    while bool((position_BN >= 0).sum(-1).gt(budget_B).any()):
-        position_BN.scatter_(1, next_slot(position_BN, utility_BN, protected_BN, budget_B)[:, None], -1)
-    return position_BN >= 0
-
-
-@given(tables())
-def test_evicting_one_by_one_keeps_what_evicting_at_once_keeps(
-    tables: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    keep_BN = retained(*tables)
-    assert torch.equal(evict_one_by_one(tables), keep_BN)
-    position_BN, _, protected_BN, budget_B = tables
-    assert keep_BN.sum(-1).equal(torch.minimum(budget_B, (position_BN >= 0).sum(-1)))
-    assert bool(keep_BN[protected_BN & (position_BN >= 0)].all())
-
-
-@given(tables(), seeds)
-def test_the_order_of_slots_decides_nothing(tables: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> None:
-    position_BN, utility_BN, protected_BN, budget_B = tables
-    order_N = torch.randperm(position_BN.shape[1], generator=torch.Generator().manual_seed(seed))
-    moved = (position_BN[:, order_N], utility_BN[:, order_N], protected_BN[:, order_N], budget_B)
-    assert torch.equal(retained(*moved), retained(*tables)[:, order_N])
-    chosen, chosen_moved = (next_slot(*t)[:, None] for t in (tables, moved))
-    assert torch.equal(moved[0].gather(1, chosen_moved), position_BN.gather(1, chosen))
-
-
-@given(tables())
-def test_the_next_token_takes_an_empty_slot_while_there_is_room(
-    tables: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    position_BN, _, protected_BN, budget_B = tables
-    slot_B1 = next_slot(*tables)[:, None]
-    room_B = (position_BN >= 0).sum(-1) <= budget_B
-    assert torch.equal(position_BN.gather(1, slot_B1)[:, 0] == -1, room_B)
-    assert not (protected_BN.gather(1, slot_B1)[:, 0] & ~room_B).any()
-
-
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_protected_tokens_survive_utilities_that_swallow_a_bonus(kind: str) -> None:
     sequence = Sequence([200, 90], [12, 8], sinks=4, recent=4, kind=kind, seed=3)
@@ -335,20 +257,12 @@ def test_what_lies_in_unused_slots_never_matters(
 
 def attend(cache: SlotCache, next_B: Tensor, queries: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    batch = len(next_B)
     q_BHTD, k_BGTD, v_BGTD = (
-        torch.randn(batch, heads, queries, DIM, generator=generator) for heads in (2 * HEADS, HEADS, HEADS)
+        torch.randn(len(next_B), heads, queries, DIM, generator=generator)
+        for heads in (2 * HEADS, HEADS, HEADS)
     )
-    offset_T = torch.arange(queries)
-    positions_BT, slots_BT = next_B[:, None] + offset_T, cache.most_B[:, None] + offset_T
-    view = CacheView(cache, Pass(positions_BT, slots_BT, "dense", windows=(None, 9)))
-    new = (q_BHTD, k_BGTD, v_BGTD)
-    return torch.stack(
-        [
-            view.run_layer(0, lambda q_BHTD, layer: layer.attend(*new, window=None, scale=0.01), q_BHTD),
-            view.run_layer(1, lambda q_BHTD, layer: layer.attend(*new, window=9, scale=0.01), q_BHTD),
-        ]
-    )
+    positions_BT = next_B[:, None] + torch.arange(queries)
+    return attend_in_layers(cache, positions_BT, (q_BHTD, k_BGTD, v_BGTD), windows=(None, 9))
 
 
 def test_clearing_forgets_a_cache_full_of_nan() -> None:

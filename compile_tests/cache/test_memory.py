@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compile_tests.tiny import decoder_for, random_prompt, tiny_model
+from compile_tests.tiny import decoder_for, prompt_logits, random_prompt, tiny_model
 from inertiakv import EvictionConfig
 from inertiakv.cache import memory
 from inertiakv.cache.slot_cache import CacheShape, LayerCache, SlotCache, bucket
@@ -108,9 +108,7 @@ def test_prefill_makes_nothing_of_the_size_of_queries_times_slots() -> None:
     decoder = decoder_for(model, EvictionConfig(), prefill_chunk=2048)
     with Largest() as largest:
         decoder.prefill(random_prompt(tokens), max_new_tokens=1)
-    logits_BV = decoder._current().logits_BV
-    assert logits_BV is not None
-    assert logits_BV.shape[0] == 1, "logits of the last token alone"
+    assert prompt_logits(decoder).shape[0] == 1, "logits of the last token alone"
     assert largest.elements < 2048 * tokens / 4
 
 

@@ -19,7 +19,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -36,14 +35,12 @@ from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_tests.codegen.generated import Function, Generated
+from compile_tests.tiny import Step
 from inertiakv import EvictionConfig, Sampling
-from inertiakv.cache.slot_cache import CacheShape, SlotCache
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 from inertiakv.compiling.graphs import Graphs
 from inertiakv.decoding.batch import BatchState
-from inertiakv.decoding.steps import Method, decode_step
 from inertiakv.models import Transformer, parse_config
-from inertiakv.scoring.aggregation import Aggregation
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 LLAMA_8B = {
@@ -69,70 +66,40 @@ SLOTS_TINY = 256
 RULE = EvictionConfig(budget=180, sinks=1, recent=3)
 
 
-@dataclass(frozen=True)
-class Step:
-    """A decode step and all that it works on."""
-
-    model: Transformer
-    cache: SlotCache
-    rows: BatchState
-    aggregation: Aggregation
-    method: Method
-
-    @classmethod
-    def make(
-        cls,
-        sizes: dict[str, int],
-        batch: int,
-        slots: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        backend: str,
-        window: int | None = None,
-        tp: TensorParallel = SINGLE_PROCESS,
-    ) -> Step:
-        """Weights without values, and an empty cache. With `window` the second layer slides."""
-        raw = {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "max_position_embeddings": 2**17,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e4,
-            "tie_word_embeddings": False,
-            **sizes,
+def make_step(
+    sizes: dict[str, int],
+    batch: int,
+    slots: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    backend: str,
+    window: int | None = None,
+    tp: TensorParallel = SINGLE_PROCESS,
+) -> Step:
+    """Weights without values, and an empty cache. With `window` the second layer slides."""
+    raw = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 2**17,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+        **sizes,
+    }
+    if window is not None:
+        raw |= {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": window,
+            "layer_types": ["full_attention", "sliding_attention"],
         }
-        if window is not None:
-            raw |= {
-                "model_type": "mistral",
-                "architectures": ["MistralForCausalLM"],
-                "sliding_window": window,
-                "layer_types": ["full_attention", "sliding_attention"],
-            }
-        config = parse_config(raw)
-        torch.set_default_dtype(dtype)  # fake parameters can't be cast or moved
-        with device:
-            model = Transformer(config, tp)
-        config = model.config
-        torch.set_default_dtype(torch.float32)
-        model.rotary.to(device)
-        shape = CacheShape(config.num_layers, batch, config.num_kv_heads, slots, config.head_dim)
-        return cls(
-            model,
-            SlotCache(shape, dtype=dtype, device=device),
-            BatchState(batch, device),
-            Aggregation(RULE, config.num_layers, torch.float32, device),
-            Method(RULE, backend, tuple(dict.fromkeys(config.windows))),  # type: ignore[arg-type]
-        )
-
-    @property
-    def modules(self) -> tuple[torch.nn.Module, ...]:
-        return self.model, self.cache, self.rows, self.aggregation
-
-    def run(self, graphs: Graphs, *, refresh: bool, greedy: bool) -> None:
-        aggregation = self.aggregation if refresh else None
-        args = (self.model, self.cache, self.rows, self.method, aggregation, None, None)
-        graphs.run(("step",), decode_step, *args, greedy=greedy)
+    torch.set_default_dtype(dtype)  # fake parameters can't be cast or moved
+    with device:
+        model = Transformer(parse_config(raw), tp)
+    torch.set_default_dtype(torch.float32)
+    model.rotary.to(device)
+    return Step.make(model, RULE, batch, slots, device, backend)
 
 
 class _NotRun(Exception):
@@ -200,13 +167,13 @@ def first_of(size: int) -> TensorParallel:
 
 
 def lower(options: argparse.Namespace) -> dict[str, Any]:
-    tp = first_of(options.tp)
+    tp = first_of(options.ranks)
     graphs = Graphs(enabled=True, device=CUDA)
     sizes = {**LLAMA_8B, "num_hidden_layers": options.layers}
     sizes |= {"num_attention_heads": options.heads, "num_key_value_heads": options.kv_heads}
     with FakeTensorMode(), torch.no_grad(), fresh_cache(), recorded() as partitions, written() as sources:
-        how = {"backend": options.backend, "ranks": tp}
-        step = Step.make(sizes, options.batch, SLOTS_8B, torch.bfloat16, CUDA, **how)
+        how = {"backend": options.backend, "tp": tp}
+        step = make_step(sizes, options.batch, SLOTS_8B, torch.bfloat16, CUDA, **how)
         with (
             _planted_copy() if options.plant else nullcontext(),
             nullcontext() if options.kernels else patch.object(CachingAutotuner, "precompile"),
@@ -297,7 +264,7 @@ def numbers(options: argparse.Namespace) -> dict[str, Any]:
     how = {"refresh": options.refresh, "greedy": not options.sample}
     runs = {"clean": options.steps} | dict.fromkeys(PLANTS if options.plant else (), 1)
     eager, real = (
-        {name: begin(Step.make(**kind, device=CPU, backend="dense")) for name in runs}  # type: ignore[arg-type]
+        {name: begin(make_step(**kind, device=CPU, backend="dense")) for name in runs}  # type: ignore[arg-type]
         for _ in range(2)
     )
     for name, steps in runs.items():
@@ -311,7 +278,7 @@ def numbers(options: argparse.Namespace) -> dict[str, Any]:
         fresh_cache(),
         patch.object(compile_fx, "cudagraphify", lambda model, *args, **kwargs: model),
     ):
-        fake = Step.make(**kind, device=CUDA, backend=options.backend)  # type: ignore[arg-type]
+        fake = make_step(**kind, device=CUDA, backend=options.backend)  # type: ignore[arg-type]
         for name, steps in runs.items():
             on_cpu.edit = functools.partial(mistaken, plant=PLANTS.get(name))
             for theirs, ours in zip(fake.modules, real[name].modules, strict=True):

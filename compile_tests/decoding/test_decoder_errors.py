@@ -175,3 +175,28 @@ def test_a_draft_stays_within_the_models_positions() -> None:
         decoder.extend(random_prompt(23, 1), max_new_tokens=3)
     within = decoder_for(tiny_model(17, max_positions=64), EvictionConfig(budget=60, draft=20))
     assert len(within.generate(random_prompt(50), 3, eos_token_ids=[]).tokens[0]) == 3
+
+
+def interrupt(done: int, total: int) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("act", [Decoder.prefill, Decoder.extend])
+def test_what_is_broken_off_is_forgotten_and_the_next_request_is_right(act: Any) -> None:
+    decoder = decoder_for(MODEL, RULE, prefill_chunk=16)
+    decoder.generate(random_prompt(50), 5)
+    with pytest.raises(KeyboardInterrupt):
+        act(decoder, random_prompt(40, seed=2), progress=interrupt)
+    with pytest.raises(ValueError, match="no conversation"):
+        decoder.decode(5)
+    prompt = random_prompt(70, seed=3)
+    assert decoder.generate(prompt, 8).tokens == decoder_for(MODEL, RULE).generate(prompt, 8).tokens
+
+
+def test_a_model_that_was_moved_is_refused() -> None:
+    decoder = decoder_for(tiny_model(17, dtype=torch.float32), RULE)
+    decoder.generate(PROMPT, 5)
+    decoder.model.to(torch.bfloat16)  # type: ignore[attr-defined]
+    for call in (lambda: decoder.decode(3), lambda: decoder.prefill([1, 2]), lambda: decoder.extend([1])):
+        with pytest.raises(ValueError, match="make a new Decoder"):
+            call()

@@ -13,12 +13,17 @@ from hypothesis import strategies as st
 
 from compile_tests.oracle import Arbiter, Oracle
 from compile_tests.oracle_rules import Draw, Key, Rule
-from compile_tests.tiny import conversation_state, decoder_for, random_prompt, set_states, tiny_model
+from compile_tests.tiny import (
+    conversation_state,
+    decoder_for,
+    random_prompt,
+    random_scores,
+    set_states,
+    tiny_model,
+)
 from inertiakv import Decoder, EvictionConfig
 from inertiakv.config import OF_ATTENTION
 from inertiakv.models import Transformer
-from inertiakv.scoring.aggregation import Aggregation
-from inertiakv.scoring.scorers import Evidence, random
 
 STEPS = 40
 TOLERANCE = 1e-9
@@ -118,27 +123,7 @@ def oracle_for(model: Transformer, rule: Rule | None) -> Oracle:
 
 def draws(rule: Rule, model: Transformer) -> Draw:
     """The implementation's own random numbers."""
-    config = EvictionConfig(**rule.options())
-    layers = Aggregation(config, model.config.num_layers, torch.float64, torch.device("cpu")).by_layer()
-
-    def draw(layer: int, head: int, query: int, positions: list[int]) -> list[float]:
-        if layer not in layers:
-            return [0.0] * len(positions)
-        position_BXN = torch.tensor(positions)[None, None].expand(1, head + 1, -1)
-        kv = torch.zeros(1, dtype=torch.float64)
-        nothing = dict.fromkeys(Evidence._fields)
-        evidence = Evidence(
-            **nothing  # type: ignore[arg-type]
-            | {
-                "k_BGND": kv,
-                "query_BT": torch.tensor([[query]]),
-                "position_BXN": position_BXN,
-                "salt": layers[layer].salt,
-            }
-        )
-        return random(evidence)[0, head].tolist()
-
-    return draw
+    return functools.partial(random_scores, EvictionConfig(**rule.options()), model.config.num_layers)
 
 
 def arbiter_of(decoder: Decoder, oracle: Oracle, row: int = 0) -> Arbiter:
@@ -369,28 +354,3 @@ def test_conversations_follow_the_method(
             assert tokens == expected
         for row, talk in enumerate(talks):
             assert_agrees(decoder, talk.oracle, row)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "eviction",
-    [
-        EvictionConfig(compression=0.6, refresh=4, sinks=1, recent=2),
-        EvictionConfig(budget=20, aggregation="cumulative"),
-    ],
-    ids=["lazy ema", "cumulative"],
-)
-def test_a_compiled_decoder_chooses_the_tokens_of_an_eager_one(eviction: EvictionConfig) -> None:
-    model = tiny_model(1, dtype=torch.float32)
-    prompts = [random_prompt(length, length) for length in (50, 9, 131)]
-    eager = decoder_for(model, eviction)
-    compiled = decoder_for(model, eviction, compile=True)
-    expected = eager.generate(prompts, 40)
-    for _ in range(2):
-        out = compiled.generate(prompts, 40)
-        assert out.tokens == expected.tokens
-        assert out.stats.kept_tokens == expected.stats.kept_tokens
-        assert out.stats.refreshes == expected.stats.refreshes
-        for row in range(3):
-            assert conversation_state(compiled, row).kept == conversation_state(eager, row).kept
-    assert out.stats.graphs.breaks == out.stats.graphs.recompiles == 0

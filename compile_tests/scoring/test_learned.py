@@ -1,4 +1,4 @@
-"""inertiakv/learned.py: the score against a loop over tokens, sizes, and the file."""
+"""The learned scorer: its score against a loop over tokens, sizes, and the file."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_files_that_are_no_scorer(tmp_path: Path) -> None:
 
 
 def test_the_example_fits_its_model() -> None:
-    path = Path(__file__).resolve().parents[1] / "examples" / "smollm2-135m-scorer.safetensors"
+    path = Path(__file__).resolve().parents[2] / "examples" / "smollm2-135m-scorer.safetensors"
     settings = json.loads(path.with_suffix(".json").read_text("utf-8"))
     sizes = OtherSizes(num_heads=9, num_kv_heads=3, head_dim=64)
     assert settings["sizes"] == {**dataclasses.asdict(sizes), "rank": 64}
