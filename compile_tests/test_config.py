@@ -114,11 +114,6 @@ def test_what_cannot_be_or_would_be_ignored_is_an_error(options: dict[str, Any],
         EvictionConfig(**options)
 
 
-def test_an_option_that_does_not_exist_is_an_error() -> None:
-    with pytest.raises(TypeError):
-        EvictionConfig(horizon=5)
-
-
 @pytest.mark.parametrize(
     "compression,length,budget",
     [

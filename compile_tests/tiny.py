@@ -227,10 +227,7 @@ def step_fingerprint(decoder: Decoder) -> str:
 
 
 def attend_in_layers(
-    cache: SlotCache,
-    positions_BT: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    windows: Sequence[int | None],
+    cache: SlotCache, positions_BT: Tensor, qkv: tuple[Tensor, Tensor, Tensor], windows: Sequence[int | None]
 ) -> Tensor:
     """Attention of new tokens, with the same q, k and v in every layer: [L, B, H, T, D]."""
     slots_BT = cache.most_B[:, None] + torch.arange(positions_BT.shape[1])

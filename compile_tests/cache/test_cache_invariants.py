@@ -125,8 +125,7 @@ class Sequence:
         slots = bucket(max(self.budgets) + 1) if slots is None else slots
         tables = self.cache.retention
         self.move(
-            slots,
-            [retained(t.position_BXN, t.utility_BXN, self.protected(t), t.budget_BX) for t in tables],
+            slots, [retained(t.position_BXN, t.utility_BXN, self.protected(t), t.budget_BX) for t in tables]
         )
         self.check(expected)
 
@@ -290,12 +289,3 @@ def test_buckets_hold_what_was_asked_for_with_little_waste(tokens: int) -> None:
     assert tokens <= slots <= max(128, tokens * 1.125 + 128)
     assert slots % 128 == 0
     assert bucket(slots) == slots
-
-
-def test_memory_is_given_back_layer_by_layer() -> None:
-    sequence = Sequence([300], [20], 0, 0, "distinct", 1)
-    source = sequence.cache
-    assert source.allocated_bytes == source.shape.nbytes(torch.float32) == 2 * LAYERS * HEADS * 384 * DIM * 4
-    sequence.evict_all()
-    assert source.allocated_bytes == 0
-    assert sequence.cache.allocated_bytes == 2 * LAYERS * HEADS * 128 * DIM * 4

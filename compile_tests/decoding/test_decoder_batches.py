@@ -46,18 +46,6 @@ def test_a_row_is_what_it_would_be_alone(rule: str, order: Sequence[int]) -> Non
             assert getattr(out.stats, name)[row] == getattr(expected.stats, name)[0]
 
 
-@pytest.mark.parametrize("pad", [0, 7, 130])
-@pytest.mark.parametrize("rule", ["ratio", "budget"])
-def test_padding_is_never_kept_and_never_counts(rule: str, pad: int) -> None:
-    short, long = random_prompt(20, 1), random_prompt(20 + pad, 2)
-    decoder = decoder_for(MODEL, RULES[rule])
-    out = decoder.generate([short, long], 10)
-    single, expected = alone(RULES[rule], short, 10)
-    assert out.tokens[0] == expected.tokens[0]
-    assert_same_state(conversation_state(decoder, 0), conversation_state(single), TOLERANCE)
-    assert max(conversation_state(decoder, 0).kept) < 20 + 9
-
-
 def test_a_prompt_of_padding_alone_leaves_no_nan_anywhere() -> None:
     decoder = decoder_for(MODEL, EvictionConfig(budget=100), prefill_chunk=16)
     decoder.generate([random_prompt(1), random_prompt(90)], 5)
@@ -73,7 +61,7 @@ def first_chosen_after(tokens: list[int], steps: int) -> int:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("ends_early, steps", [(0, 1), (1, 8), (2, 3), (3, 1)])
+@pytest.mark.parametrize("ends_early, steps", [(0, 1), (1, 8), (2, 0), (3, 3)])
 def test_a_row_that_ends_early_changes_no_neighbour_and_nothing_of_itself(
     rule: str, ends_early: int, steps: int
 ) -> None:
@@ -93,20 +81,6 @@ def test_a_row_that_ends_early_changes_no_neighbour_and_nothing_of_itself(
     again = decoder.decode(5, eos_token_ids=[eos]).tokens
     for row, tokens in enumerate(again):
         assert bool(tokens) == (out.finish_reasons[row] == "length")
-
-
-@pytest.mark.parametrize("rule", ["ratio", "budget", "large budget", "full"])
-def test_an_answer_of_an_end_alone_changes_no_neighbour(rule: str) -> None:
-    whole = decoder_for(MODEL, RULES[rule]).generate(PROMPTS, 20).tokens
-    for row, tokens in enumerate(whole):
-        decoder = decoder_for(MODEL, RULES[rule])
-        out = decoder.generate(PROMPTS, 20, eos_token_ids=[tokens[0]])
-        assert out.tokens[row] == [tokens[0]]
-        for other, expected in enumerate(whole):
-            assert out.tokens[other] == expected[: len(out.tokens[other])]
-            assert (
-                out.stats.budgets[other] is None or out.stats.kept_tokens[other] <= out.stats.budgets[other]
-            )
 
 
 @pytest.mark.parametrize("budget", [20, 50])
@@ -170,14 +144,6 @@ class WithEnd:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.model, name)
-
-
-def test_more_rows_than_before_and_fewer_again() -> None:
-    decoder = decoder_for(MODEL, EvictionConfig(compression=0.7))
-    expected = [alone(decoder.eviction, prompt, 12)[1].tokens[0] for prompt in PROMPTS]
-    for order in ((1,), (0, 1, 2, 3), (2,), (3, 1), (0, 1, 2, 3)):
-        out = decoder.generate([PROMPTS[row] for row in order], 12)
-        assert out.tokens == [expected[row] for row in order]
 
 
 @pytest.mark.parametrize("rows", [2, 17])
