@@ -125,23 +125,6 @@ def test_the_schedule_begins_anew_with_every_turn() -> None:
     assert once.decode(9).stats.refreshes == 2
 
 
-def test_rows_that_had_ended_answer_the_next_turn() -> None:
-    decoder = decoder_for(MODEL, EvictionConfig(budget=15))
-    prompts, turns = [random_prompt(40), random_prompt(9, 1)], [turn(5, 1), turn(8, 2)]
-    tokens = decoder.generate(prompts, 5).tokens
-    ended = decoder.generate(prompts, 5, eos_token_ids=[tokens[0][2]])
-    assert "eos" in ended.finish_reasons
-    decoder.extend(turns)
-    out = decoder.decode(6)
-    assert [len(row) for row in out.tokens] == [6, 6]
-    assert out.finish_reasons == ["length", "length"]
-    for row in range(2):
-        single = decoder_for(MODEL, decoder.eviction)
-        single.generate(prompts[row], 5, eos_token_ids=[tokens[0][2]])
-        single.extend(turns[row])
-        assert out.tokens[row] == single.decode(6).tokens[0]
-
-
 @pytest.mark.parametrize("eviction", RULES)
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_the_end_of_an_answer_enters_the_next_turn_once(eviction: EvictionConfig | None, after: int) -> None:
@@ -149,10 +132,12 @@ def test_the_end_of_an_answer_enters_the_next_turn_once(eviction: EvictionConfig
     decoder = decoder_for(MODEL, eviction)
     whole = decoder.generate(prompts, 12).tokens
     eos = next(token for i, token in enumerate(whole[0]) if i >= after and token not in whole[0][:i])
-    ended = decoder.generate(prompts, 12, eos_token_ids=[eos]).tokens
+    ended = decoder.generate(prompts, 12, eos_token_ids=[eos])
+    assert ended.finish_reasons[0] == "eos"
     decoder.extend([turn(9, 1), turn(4, 2)])
-    sequence = [len(p) + len(t) + n for p, t, n in zip(prompts, ended, (9, 4), strict=True)]
+    sequence = [len(p) + len(t) + n for p, t, n in zip(prompts, ended.tokens, (9, 4), strict=True)]
     out = decoder.decode(5)
+    assert out.finish_reasons == ["length", "length"]
     assert out.stats.sequence_tokens == [n + 4 for n in sequence]
     for row in range(2):
         single = decoder_for(MODEL, eviction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -124,26 +125,11 @@ def test_several_ends_are_known() -> None:
 def test_the_models_own_end_is_used_unless_another_is_given() -> None:
     whole = alone(None, PROMPTS[1], 30)[1].tokens[0]
     eos = first_chosen_after(whole, 4)
-    decoder = decoder_for(MODEL, None)
-    decoder.model = WithEnd(MODEL, (eos,))
+    model = tiny_model(7)
+    model.config = dataclasses.replace(model.config, eos_token_ids=(eos,))
+    decoder = decoder_for(model, None)
     assert decoder.generate(PROMPTS[1], 30).tokens[0] == whole[: whole.index(eos) + 1]
     assert decoder.generate(PROMPTS[1], 30, eos_token_ids=[]).tokens[0] == whole
-
-
-class WithEnd:
-    """A model with end-of-sequence ids."""
-
-    def __init__(self, model: torch.nn.Module, eos_token_ids: tuple[int, ...]) -> None:
-        import dataclasses
-
-        self.model = model
-        self.config = dataclasses.replace(model.config, eos_token_ids=eos_token_ids)
-
-    def __call__(self, *args: object) -> object:
-        return self.model(*args)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.model, name)
 
 
 @pytest.mark.parametrize("rows", [2, 17])
