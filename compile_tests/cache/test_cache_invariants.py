@@ -21,7 +21,7 @@ from inertiakv.cache.retention import RetentionSets
 from inertiakv.cache.slot_cache import CacheShape, SlotCache, bucket
 from inertiakv.config import Scope
 from inertiakv.eviction.protection import Limits, protected
-from inertiakv.eviction.rule import retained
+from inertiakv.eviction.rule import evict_one, retained
 
 LAYERS, HEADS, DIM = 2, 3, 4
 
@@ -85,7 +85,7 @@ class Sequence:
             table.insert(slots, positions_BT)
         for index, layer in enumerate(self.cache.layers):
             k_BTGD = torch.stack([encode(row, index, positions_BT[row]) for row in self.rows])
-            slots = slots_BXT[self.cache.table_index(index)]
+            slots = slots_BXT[0 if self.scope == "shared" else index]
             layer.write(slots, k_BTGD.transpose(1, 2), -k_BTGD.transpose(1, 2))
 
     def score(self) -> None:
@@ -95,7 +95,7 @@ class Sequence:
             for row, x in product(self.rows, range(self.cache.shape.sets)):
                 name = self.names[row] + 31 * index + 101 * x
                 generator = torch.Generator().manual_seed(self.seed + 7919 * name + 104729 * self.step)
-                drawn_P = KINDS[self.kind](torch.rand(4096, generator=generator))
+                drawn_P = KINDS[self.kind](torch.rand(1024, generator=generator))
                 position_N = table.position_BXN[row, x]
                 drawn_N = drawn_P[position_N.clamp_min(0)]
                 table.utility_BXN[row, x] = torch.where(position_N >= 0, drawn_N, 0.0)
@@ -149,7 +149,7 @@ class Sequence:
             for row in self.rows
         ]
         for table in self.cache.retention:
-            table.evict_one(table.utility_BXN, self.protected(table), active_B)
+            evict_one(table, table.utility_BXN, self.protected(table), active_B)
         if check:
             self.check(expected)
 
@@ -182,7 +182,7 @@ def sequences(draw: st.DrawFn, rows: int = 3) -> Sequence:
     return Sequence(lengths, budgets, sinks, recent, draw(kinds), draw(seeds), scope)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(sequences(), st.integers(1, 60))
 def test_large_and_single_evictions_keep_the_best_tokens_with_their_k_and_v(
     sequence: Sequence, turn: int
@@ -200,6 +200,7 @@ def test_large_and_single_evictions_keep_the_best_tokens_with_their_k_and_v(
     sequence.evict_all()
 
 
+@settings(max_examples=40)
 @given(sequences(), st.lists(st.booleans(), min_size=3, max_size=3))
 def test_rows_that_have_ended_stay_bit_for_bit(sequence: Sequence, active: list[bool]) -> None:
     sequence.evict_all()
@@ -214,6 +215,7 @@ def test_rows_that_have_ended_stay_bit_for_bit(sequence: Sequence, active: list[
                     assert torch.equal(state.k_LGND, old.k_LGND)
 
 
+@settings(max_examples=40)
 @given(sequences())
 def test_a_row_in_a_batch_is_the_row_alone_bit_for_bit(sequence: Sequence) -> None:
     alone = [sequence.only(row) for row in sequence.rows]
