@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from inertiakv import Decoder, EvictionConfig
+from inertiakv.attention.forward_state import ForwardState
 from inertiakv.cache.slot_cache import CacheShape, SlotCache
 from inertiakv.compiling.fingerprint import fingerprint
 from inertiakv.compiling.graphs import Graphs
 from inertiakv.compiling.replay import Replayed
 from inertiakv.decoding.batch import BatchState
-from inertiakv.decoding.forward import CacheView, Pass
-from inertiakv.decoding.steps import Method, decode_step
+from inertiakv.decoding.forward import ForwardPass
+from inertiakv.decoding.rule import DecodingRule
+from inertiakv.decoding.steps import decode_step
 from inertiakv.models import ModelConfig, Transformer, parse_config
-from inertiakv.scoring.aggregation import Aggregation
 from inertiakv.scoring.scorers import Evidence, random
 
 VOCAB = 61
@@ -222,7 +223,7 @@ def replayed_calls(decoder: Decoder, name: str) -> list[tuple[Any, Any]]:
 
 
 def step_fingerprint(decoder: Decoder) -> str:
-    state = (decoder.model, decoder.cache, decoder.rows, decoder.method, decoder.aggregation)
+    state = (decoder.model, decoder.cache, decoder.batch, decoder.rule)
     return fingerprint(decode_step, state)
 
 
@@ -231,13 +232,15 @@ def attend_in_layers(
 ) -> Tensor:
     """Attention of new tokens, with the same q, k and v in every layer: [L, B, H, T, D]."""
     slots_BT = cache.most_B[:, None] + torch.arange(positions_BT.shape[1])
-    view = CacheView(cache, Pass(positions_BT, slots_BT, "dense", windows=tuple(dict.fromkeys(windows))))
+    state = ForwardState(positions_BT, slots_BT, "dense", windows=tuple(dict.fromkeys(windows)))
+    forward = ForwardPass(cache, state)
+    forward.begin()
 
     def attend(q_BHTD: Tensor, layer: Any, window: int | None) -> Tensor:
         return layer.attend(*qkv, window=window, scale=0.01)
 
     outputs = [
-        view.run_layer(index, lambda q, layer, window=window: attend(q, layer, window), qkv[0])
+        forward.run_layer(index, lambda q, layer, window=window: attend(q, layer, window), qkv[0])
         for index, window in enumerate(windows)
     ]
     return torch.stack(outputs)
@@ -247,16 +250,13 @@ def random_scores(
     config: EvictionConfig, layers: int, layer: int, head: int, query: int, positions: list[int]
 ) -> list[float]:
     """What scorer "random" gives to tokens at these positions, at the query's."""
-    by_layer = Aggregation(config, layers, torch.float64, torch.device("cpu")).by_layer()
-    if layer not in by_layer:
+    rule = DecodingRule(config, layers, (None,), "dense", torch.float64, torch.device("cpu"))
+    if layer not in rule.coefficients():
         return [0.0] * len(positions)
-    evidence = dict.fromkeys(Evidence._fields) | {
-        "k_BGND": torch.zeros(1, dtype=torch.float64),
-        "query_BT": torch.tensor([[query]]),
-        "position_BXN": torch.tensor(positions)[None, None].expand(1, head + 1, -1),
-        "salt": by_layer[layer].salt,
-    }
-    return random(Evidence(**evidence))[0, head].tolist()  # type: ignore[arg-type]
+    position_BXN, kv = torch.tensor(positions)[None, None].expand(1, head + 1, -1), torch.zeros(1).double()
+    state = ForwardState(torch.tensor([[query]]), None, "dense", (None,), position_BXN=position_BXN)
+    evidence = Evidence(state, kv, kv, kv, 1.0, salt=rule.coefficients()[layer].salt)
+    return random(evidence)[0, head].tolist()
 
 
 @dataclass(frozen=True)
@@ -265,9 +265,8 @@ class Step:
 
     model: Transformer
     cache: SlotCache
-    rows: BatchState
-    aggregation: Aggregation
-    method: Method
+    batch: BatchState
+    rule: DecodingRule
 
     @classmethod
     def make(
@@ -281,19 +280,18 @@ class Step:
     ) -> Step:
         config = model.config
         shape = CacheShape(config.num_layers, batch, config.num_kv_heads, slots, config.head_dim)
+        how = (config.num_layers, config.windows, backend, model.dtype, device)
         return cls(
             model,
             SlotCache(shape, dtype=model.dtype, device=device),
             BatchState(batch, device),
-            Aggregation(rule, config.num_layers, torch.float32, device),
-            Method(rule, backend, tuple(dict.fromkeys(config.windows))),  # type: ignore[arg-type]
+            DecodingRule(rule, *how, tp=model.tp),  # type: ignore[arg-type]
         )
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
-        return self.model, self.cache, self.rows, self.aggregation
+        return self.model, self.cache, self.batch, self.rule
 
     def run(self, graphs: Graphs, *, refresh: bool, greedy: bool) -> None:
-        aggregation = self.aggregation if refresh else None
-        args = (self.model, self.cache, self.rows, self.method, aggregation, None, None)
-        graphs.run(("step",), decode_step, *args, greedy=greedy)
+        args = (self.model, self.cache, self.batch, self.rule, None)
+        graphs.run(("step",), decode_step, *args, scores=refresh, greedy=greedy)

@@ -284,7 +284,7 @@ class EvictionConfig:
         return self.scores and self.scope == "shared"
 
     @property
-    def form(self) -> tuple[Any, ...]:
+    def graph_key(self) -> tuple[Any, ...]:
         """All of the rule that a graph of a decode step is made from. What is left out are numbers in
         buffers, or what happens before the first of these steps."""
         pooling = (self.pool, self.pool_by) if self.pool_at == "always" else None

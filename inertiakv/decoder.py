@@ -15,17 +15,15 @@ from .compiling.graphs import Graphs
 from .config import EvictionConfig
 from .decoding import saving
 from .decoding.batch import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, BatchState
-from .decoding.conversation import Conversation
-from .decoding.loop import GenerationLoop, Stop
+from .decoding.generation import GenerationLoop, ModelConversation, Stop
 from .decoding.prefill import Progress
 from .decoding.recording import Recording
+from .decoding.rule import DecodingRule
 from .decoding.runtime import Runtime
-from .decoding.steps import Method
 from .model import LanguageModel
 from .requests.prompts import Prompts, check_positions, count_rows, is_single, to_rows
 from .requests.results import Generation, Stats
 from .requests.sampling import Sampling
-from .scoring.aggregation import Aggregation
 
 _GREEDY = Sampling()
 
@@ -69,7 +67,7 @@ class Decoder:
         check_ranks: bool = False,
     ) -> None:
         self.model = model
-        self._engine = Runtime(
+        self._runtime = Runtime(
             model,
             eviction,
             compile=compile,
@@ -81,7 +79,7 @@ class Decoder:
             record=record,
             check_ranks=check_ranks,
         )
-        self._conversation: Conversation | None = None
+        self._conversation: ModelConversation | None = None
         self._latest: GenerationLoop | None = None  # which alone may go on
 
     def use(self, eviction: EvictionConfig | None) -> None:
@@ -91,24 +89,20 @@ class Decoder:
         graphs: a sweep compiles nothing anew where shapes are the same. Raises ValueError for a rule that
         does not go with the model or with the decoder's other options.
         """
-        self._engine.use(eviction)
+        self._runtime.use(eviction)
         self._forget()
 
     @property
     def eviction(self) -> EvictionConfig | None:
-        return self._engine.method.eviction
+        return self._runtime.rule.config
 
     @property
-    def method(self) -> Method:
-        return self._engine.method
-
-    @property
-    def aggregation(self) -> Aggregation | None:
-        return self._engine.aggregation
+    def rule(self) -> DecodingRule:
+        return self._runtime.rule
 
     @property
     def graphs(self) -> Graphs:
-        return self._engine.graphs
+        return self._runtime.graphs
 
     @property
     def stats(self) -> Stats:
@@ -120,8 +114,8 @@ class Decoder:
         return None if self._conversation is None else self._conversation.cache
 
     @property
-    def rows(self) -> BatchState:
-        return self._current().rows
+    def batch(self) -> BatchState:
+        return self._current().batch
 
     def generate(
         self,
@@ -196,7 +190,7 @@ class Decoder:
         ValueError as `generate` does, and before any prompt.
         """
         rows = to_rows(turns, self.model.config.vocab_size, what="turn")
-        conversation, state = self._current(), self.rows
+        conversation, state = self._current(), self.batch
         lengths = state.position_B.tolist()
         if len(rows) != len(lengths):
             raise ValueError(f"{len(rows)} turns for a conversation of {len(lengths)} rows")
@@ -204,8 +198,8 @@ class Decoder:
             if not fed:
                 row.insert(0, token)
         totals = [n + len(row) for n, row in zip(lengths, rows, strict=True)]
-        check_positions(totals, max_new_tokens, self.model.config.max_positions, self._engine.drafted)
-        self._engine.buffers.check_place(self.model)
+        check_positions(totals, max_new_tokens, self.model.config.max_positions, self._runtime.drafted)
+        self._runtime.buffers.check_place(self.model)
         self._latest = None
         with self._whole():
             conversation.read_turn(rows, max_new_tokens, progress)
@@ -229,7 +223,7 @@ class Decoder:
 
     def recording(self) -> Recording:
         """What the answer's decode steps saw. Raises ValueError for a decoder that does not record."""
-        buffers = self._engine.buffers
+        buffers = self._runtime.buffers
         if not buffers.recorded_steps:
             raise ValueError("nothing is recorded: make the Decoder with record=")
         recorder = buffers.recorder or buffers.recorder_for(self._current().cache)
@@ -244,23 +238,23 @@ class Decoder:
     def load(self, path: str | Path) -> None:
         """Take over a conversation that `save` wrote. Raises ValueError where it is another model's or
         rule's."""
-        state, tensors = saving.read(self._engine, path)
+        state, tensors = saving.read(self._runtime, path)
         self._forget()
-        self._conversation = saving.restore(self._engine, state, tensors)
+        self._conversation = saving.restore(self._runtime, state, tensors)
 
-    def _begin(self, lengths: list[int], max_new_tokens: int) -> Conversation:
+    def _begin(self, lengths: list[int], max_new_tokens: int) -> ModelConversation:
         """Start a conversation with room for prompts of these lengths, once nothing speaks against it."""
-        buffers, config = self._engine.buffers, self.model.config
+        buffers, config = self._runtime.buffers, self.model.config
         budgets = Budgets(self.eviction, lengths, config.num_layers)
-        drafted = self._engine.drafted if budgets.overfull else 0
+        drafted = self._runtime.drafted if budgets.overfull else 0
         # A draft follows the answer's first token.
         check_positions(lengths, max_new_tokens, config.max_positions, drafted + 1 if drafted else 0)
         slots, longest = budgets.decode_slots(max(max_new_tokens, drafted)), max(lengths)
         buffers.check_place(self.model)
         prompt_slots = bucket(longest + drafted + 1) if budgets.overfull else 0
-        buffers.require(len(lengths), prompt_slots, slots, min(longest, self._engine.prefill.chunk))
+        buffers.require(len(lengths), prompt_slots, slots, min(longest, self._runtime.prefill.chunk))
         self._forget()
-        self._conversation = Conversation.begin(self._engine, lengths, budgets, slots)
+        self._conversation = ModelConversation.begin(self._runtime, lengths, budgets, slots)
         return self._conversation
 
     def _tokens(
@@ -273,9 +267,9 @@ class Decoder:
     ) -> Iterator[list[int]]:
         """Those of an answer, step by step. However soon it ends, it leaves the cache evicted to budget."""
         conversation = self._current()
-        self._engine.buffers.check_place(self.model)
+        self._runtime.buffers.check_place(self.model)
         eos = self._check_options(self.stats.batch, max_new_tokens, sampling, eos_token_ids)
-        check_positions(self.rows.position_B.tolist(), max_new_tokens, self.model.config.max_positions)
+        check_positions(self.batch.position_B.tolist(), max_new_tokens, self.model.config.max_positions)
         self._latest = answer = GenerationLoop(conversation, max_new_tokens, sampling, eos, stop, read_every)
         steps = answer.tokens()
         try:
@@ -290,7 +284,7 @@ class Decoder:
         finally:
             if self._latest is answer:
                 with self._whole():
-                    answer.settle()
+                    answer.finish()
 
     def _read_every(self, stop: Stop | None) -> int:
         return 1 if stop is not None or self.model.device.type == "cpu" else READ_EVERY
@@ -307,15 +301,15 @@ class Decoder:
             raise ValueError(f"{len(eos)} end-of-sequence ids; at most {MAX_EOS_IDS} are supported")
         return eos
 
-    def _current(self) -> Conversation:
+    def _current(self) -> ModelConversation:
         if self._conversation is None:
             raise ValueError("no conversation yet: call generate, stream or prefill first")
         return self._conversation
 
     def _forget(self) -> None:
-        self.graphs.forget_recordings()
-        if self._engine.buffers.recorder is not None:
-            self._engine.buffers.recorder.start()
+        self.graphs.drop_captures()
+        if self._runtime.buffers.recorder is not None:
+            self._runtime.buffers.recorder.start()
         self._conversation = self._latest = None
 
     @contextmanager

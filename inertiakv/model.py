@@ -1,10 +1,12 @@
-"""What the method asks of a model. `models.Transformer` is one; any module that offers this can be decoded.
+"""What the core asks of a model. `inertiakv.models.Transformer` is one; any module that offers this can be
+decoded.
 
-Shape letters: B batch, T query tokens, E hidden size, V vocabulary.
+Shape letters: B batch, T query tokens, E hidden size, V vocabulary, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -36,16 +38,30 @@ class Sizes(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
 
+class LayerPass(Protocol):
+    """What a layer attends through."""
+
+    def attend(
+        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int | None, scale: float
+    ) -> Tensor:
+        """Caches K and V (after RoPE), attends over everything visible, [B, H, T, D]."""
+        ...
+
+
+class ForwardPass(Protocol):
+    """What a model runs its layers with."""
+
+    def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
+        """`layer(x_BTE, *args, layer_pass)`. Layers that are alike are traced and compiled once: a layer's
+        code, its index say, should not depend on which one it is."""
+        ...
+
+
 class LanguageModel(Protocol):
-    """A decoder-only model that leaves attention to a cache: in every layer, after RoPE, it calls
-    `view.attend(q_BHTD, k_BGTD, v_BGTD, window=..., scale=...)` and goes on with what that returns.
+    """A decoder-only model that leaves attention to the cache.
 
-    It runs its layers as `cache.run_layer(index, layer, x_BTE, *args)`, which calls `layer(x_BTE, *args,
-    view)` with the view to say `attend` to. Layers that are alike are traced and compiled once: a layer's
-    code, its index say, should not depend on which one it is. It knows nothing else of the cache.
-
-    A model that several processes hold together says so by an attribute `ranks` (see ranks.py). The sizes in
-    its `config` are those of its own heads then; its hidden states and logits are the same in all of them.
+    A model that several processes hold together has an attribute `tp` (a `TensorParallel`). The sizes in its
+    `config` are then those of its own heads; hidden states and logits are the same in all processes.
     """
 
     @property
@@ -55,7 +71,7 @@ class LanguageModel(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def __call__(self, tokens_BT: Tensor, positions_BT: Tensor, cache: Any) -> Tensor:
+    def __call__(self, tokens_BT: Tensor, positions_BT: Tensor, forward_pass: Any) -> Tensor:
         """Hidden states after the final norm, [B, T, E]. A padding token has position -1."""
         ...
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
-from inertiakv.compiling.cpu import materialize
+from inertiakv.compiling.numerics import materialize
 
 from .config import ModelConfig
 from .rope import rotate

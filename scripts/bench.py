@@ -156,7 +156,7 @@ def load(
         return random_model(raw, dtype, options.device, options.quantize, tp), raw
     folder, _ = find_folder(options.name)
     raw = json.loads((folder / "config.json").read_text())
-    how = {"dtype": dtype, "device": options.device, "quantize": options.quantize, "ranks": tp}
+    how = {"dtype": dtype, "device": options.device, "quantize": options.quantize, "tp": tp}
     model, _ = load_model(options.name, **how)
     return model, raw
 

@@ -302,7 +302,7 @@ def begin(step: Step) -> Step:
             parameter.uniform_(0.5, 1.5, generator=generator)
         else:
             parameter.normal_(0.0, 1.0 if "embed" in name else 0.35, generator=generator)
-    cache, rows = step.cache, step.rows
+    cache, rows = step.cache, step.batch
     (table,) = cache.retention
     table.budget_BX.fill_(RULE.budget or 0)
     for row, held in enumerate((180, 90, 180)):
@@ -333,7 +333,7 @@ def state(step: Step) -> dict[str, torch.Tensor]:
         for layer in step.cache.layers
         for buffer in (layer.k_BGND, layer.v_BGND)
     ]
-    rows = {name: getattr(step.rows, name) for name in ("history_BC", "token_B", "position_B")}
+    rows = {name: getattr(step.batch, name) for name in ("history_BC", "token_B", "position_B")}
     return {
         "positions": table.position_BXN,
         "free slots": table.free_BX,

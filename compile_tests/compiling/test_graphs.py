@@ -176,5 +176,7 @@ def test_any_number_of_shapes_can_be_compiled() -> None:
     graphs = Graphs(enabled=True, device=torch.device("cpu"))
     limit = torch._dynamo.config.recompile_limit
     for size in range(1, limit + 3):
-        assert graphs.run(("double", size), double, torch.ones(size), record=False, times=2).sum() == 2 * size
+        assert (
+            graphs.run(("double", size), double, torch.ones(size), capture=False, times=2).sum() == 2 * size
+        )
     assert (graphs.stats.compiled, graphs.stats.recompiles) == (limit + 2, 0)

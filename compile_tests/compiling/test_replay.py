@@ -43,7 +43,7 @@ def test_steps_are_replayed_from_their_third_run_on(model: torch.nn.Module, deco
 def test_intermediate_buffers_are_shared_by_layers(decoder: Decoder) -> None:
     decoder.generate(PROMPTS, 12, eos_token_ids=[])
     calls = replayed_calls(decoder, "decode step")
-    mine = {t.data_ptr() for m in (decoder.model, decoder.cache, decoder.rows) for t in tensors_of(m)}
+    mine = {t.data_ptr() for m in (decoder.model, decoder.cache, decoder.batch) for t in tensors_of(m)}
     most = max((loop for loop, _ in calls), key=lambda wanted: sum(loop is wanted for loop, _ in calls))
     own = [{t.data_ptr() for t in args} - mine for loop, args in calls if loop is most]
     # A layer's input and output are its neighbours', and everything else is the same for all.

@@ -38,8 +38,8 @@ UNLIKE = [
 
 
 def test_forms() -> None:
-    assert len({rule.form for rule in ALIKE}) == 1
-    assert len({rule.form for rule in [*ALIKE, *UNLIKE]}) == 1 + len(UNLIKE)
+    assert len({rule.graph_key for rule in ALIKE}) == 1
+    assert len({rule.graph_key for rule in [*ALIKE, *UNLIKE]}) == 1 + len(UNLIKE)
 
 
 def random_order(seed: int) -> list[int]:
@@ -72,7 +72,7 @@ def test_every_policy_after_every_other_answers_compiled_as_a_new_decoder_does_e
             states = set_states(compiled.cache, row), set_states(eager.cache, row)
             for mine, theirs in zip(*states, strict=True):
                 assert_same_state(mine, theirs, 1e-4)
-    forms = {None if config is None else config.form for config in POLICIES.values()}
+    forms = {None if config is None else config.graph_key for config in POLICIES.values()}
     graphs = compiled.graphs.stats
     assert len(forms) <= graphs.compiled <= len(POLICIES)
     assert (graphs.breaks, graphs.recompiles) == (0, 0)

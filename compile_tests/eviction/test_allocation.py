@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from inertiakv.eviction.allocation import SAFEGUARD, Ranked, joint, pyramid
+from inertiakv.cache.budgets import pyramid
+from inertiakv.eviction.allocation import SAFEGUARD, Ranked, joint
 from inertiakv.eviction.protection import Limits, protected
 
 

@@ -101,7 +101,7 @@ def test_compiled_gives_the_tokens_of_eager(case: str, seed: int) -> None:
 
 
 def test_flex_is_the_default_and_gives_the_tokens_of_dense(seed: int) -> None:
-    assert Decoder(model_on("cuda"), LAZY).method.backend == "flex"
+    assert Decoder(model_on("cuda"), LAZY).rule.backend == "flex"
     flex, dense = decoder_of("lazy-flex"), decoder_of("lazy-dense")
     found = flex.generate(prompts(seed), 70, eos_token_ids=[])
     assert found.tokens == dense.generate(prompts(seed), 70, eos_token_ids=[]).tokens

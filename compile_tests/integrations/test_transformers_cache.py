@@ -16,7 +16,7 @@ from compile_tests.integrations.hf import (
     prompts,
 )
 from inertiakv import EvictionConfig, policy
-from inertiakv.integrations.driven import ROOM
+from inertiakv.integrations.layerwise import ROOM
 from inertiakv.integrations.transformers import InertiaCache
 
 RULES = {

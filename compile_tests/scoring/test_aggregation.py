@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inertiakv import EvictionConfig
-from inertiakv.scoring.aggregation import Aggregation, layer_coefficients, updated
+from inertiakv.decoding.rule import DecodingRule
+from inertiakv.scoring.aggregation import layer_coefficients, updated
 
 LAYERS = 8
 
@@ -18,12 +19,12 @@ LAYERS = 8
 def run(config: EvictionConfig, score_TLN: torch.Tensor, start_N: torch.Tensor | None = None) -> torch.Tensor:
     """Utilities after T steps of L layers each."""
     steps, layers, slots = score_TLN.shape
-    aggregation = Aggregation(config, layers, score_TLN.dtype, torch.device("cpu"))
+    aggregation = DecodingRule(config, layers, (None,), "dense", score_TLN.dtype, torch.device("cpu"))
     utility_1N = torch.zeros(1, slots, dtype=score_TLN.dtype) if start_N is None else start_N[None].clone()
     everywhere_1N = torch.ones(1, slots, dtype=torch.bool)
     for step in range(steps):
         for layer in range(layers):
-            smoothing = aggregation.by_layer()[layer].smoothing
+            smoothing = aggregation.coefficients()[layer].smoothing
             utility_1N = updated(utility_1N, score_TLN[step, layer][None], everywhere_1N, smoothing)
     return utility_1N[0]
 
@@ -101,13 +102,13 @@ def test_alpha_zero_over_steps_alone_is_the_mean_over_layers() -> None:
     [EvictionConfig(), EvictionConfig(coupling="temporal"), EvictionConfig(aggregation="cumulative")],
 )
 def test_tokens_that_are_not_scored_keep_their_utility(config: EvictionConfig) -> None:
-    aggregation = Aggregation(config, 2, torch.float32, torch.device("cpu"))
+    aggregation = DecodingRule(config, 2, (None,), "dense", torch.float32, torch.device("cpu"))
     utility_BN = torch.tensor([[0.5, 0.25, 0.0], [0.5, 0.25, 0.0]])
     before_BN = utility_BN
     scored_BN = torch.tensor([[True, False, True], [False, False, False]])
     for layer in range(2):
         utility_BN = updated(
-            utility_BN, torch.full((2, 3), 0.7), scored_BN, aggregation.by_layer()[layer].smoothing
+            utility_BN, torch.full((2, 3), 0.7), scored_BN, aggregation.coefficients()[layer].smoothing
         )
     assert torch.equal(utility_BN[~scored_BN], before_BN[~scored_BN])
     assert (utility_BN[scored_BN] != before_BN[scored_BN]).all()

@@ -1,1 +1,1 @@
-"""How queries see the slots: one mask rule, in a dense form and in FlexAttention's."""
+"""Attention over slots: one mask rule, in a dense form and as FlexAttention."""

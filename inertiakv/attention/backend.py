@@ -1,4 +1,4 @@
-"""Which form of attention runs."""
+"""The choice between dense attention and FlexAttention."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Backend = Literal["dense", "flex"]
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype, compiled: bool) -> Backend:
     """The backend for `auto`, `dense` or `flex`. The only place that decides.
 
-    On CPUs dense attention is several times faster for one query, and it has the weights anyway; on CUDA
-    FlexAttention skips empty blocks and keeps no logits. Uncompiled FlexAttention is a reference for float32
-    only: in low precision it rounds its logits (ValueError).
+    On CPUs dense attention is several times faster for one query and gives the weights for free; on CUDA
+    FlexAttention skips empty blocks and stores no logits. Uncompiled FlexAttention rounds its logits in low
+    precision, so it is refused there (ValueError).
     """
     if name not in ("auto", "dense", "flex"):
         raise ValueError(f"unknown attention {name!r}; choose from auto, dense, flex")

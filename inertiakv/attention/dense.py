@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..compiling.cpu import materialize
+from ..compiling.numerics import accumulation_dtype, materialize
 from .mask import visible
 
 
 class Softmax(NamedTuple):
-    """What the softmax of some models has beside a scale. It is dense, in float32 or wider."""
+    """Extras of some models' softmax. They run dense, in float32 or wider."""
 
     softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap)."""
@@ -72,10 +72,10 @@ def observed(
     scale: float,
     softmax: Softmax | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of several queries a row, [B, H, T, D], and its weights [B, G, R * T, N], as if every query
-    had heads of its own. In float32 or wider, row by row."""
+    """Attention of several queries per row: the output [B, H, T, D] and the weights [B, G, R * T, N], in
+    float32 or wider. Row by row, to bound memory."""
     softcap, sink_H = Softmax() if softmax is None else softmax
-    accurate = torch.promote_types(q_BHTD.dtype, torch.float32)
+    accurate = accumulation_dtype(q_BHTD.dtype)
     outs, weights = [], []
     for q_HTD, k_GND, v_GND, seen_XTN in zip(q_BHTD, k_BGND, v_BGND, visible_BXTN, strict=True):
         q_GRTD = q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate)
@@ -96,10 +96,10 @@ def observed(
 def most_attention(
     q_BHTD: Tensor, k_BGND: Tensor, position_BXN: Tensor, query_BT: Tensor, window: int | None, scale: float
 ) -> Tensor:
-    """The most that any query of any head of a KV head pays to each token, [B, G, N], softmax over what the
-    query sees of these tokens. In float32 or wider, row by row and a few queries at a time, whose logits stay
-    in a core's cache."""
-    accurate = torch.promote_types(q_BHTD.dtype, torch.float32)
+    """The maximum attention that any query of a KV head pays to each token, [B, G, N]; softmax over the
+    visible ones of these tokens, in float32 or wider. A few queries at a time, so that their logits stay in
+    a core's cache."""
+    accurate = accumulation_dtype(q_BHTD.dtype)
     most_BGN = []
     for q_HTD, k_GND, position_XN, query_T in zip(q_BHTD, k_BGND, position_BXN, query_BT, strict=True):
         q_GRTD, k_G1DN = (
@@ -145,8 +145,8 @@ def dense_chunk(
 
 
 def _unmasked_chunk(q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, scale: float, start_slot: int) -> Tensor:
-    """Attention of a chunk to the older tokens, all of them, and to its own, in order: on CPUs a mask would
-    take up to half of the time. The two parts meet by their log-sum-exps."""
+    """Attention of a chunk without a mask, which takes up to half of the time on CPUs: once over all older
+    tokens, once causally over its own, merged by log-sum-exp."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     own = slice(start_slot, start_slot + q_BHTD.shape[2])
     out_BHTD, lse_BHT = flash(q_BHTD, k_BGND[:, :, own], v_BGND[:, :, own], is_causal=True, scale=scale)
@@ -169,8 +169,8 @@ def _masked_chunk(
     end_slot: int,
     softmax: Softmax | None,
 ) -> Tensor:
-    """Attention of a chunk under the mask rule, a block of queries at a time; a block leaves out the slots of
-    the tokens that come after it."""
+    """Attention of a chunk under the mask rule, a block of queries at a time; each block skips the slots of
+    later tokens."""
     total, slots = q_BHTD.shape[2], k_BGND.shape[2]
     blocks = []
     for start in range(0, total, QUERY_BLOCK):
@@ -188,8 +188,8 @@ def _masked_chunk(
 
 
 def _masses(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One query's softmax before its division: the numerators [B, G, R, N], and their sum [B, G, R, 1]."""
-    logits_BGRN = _logits(q_BHD, k_BGND, visible_BXN, scale)
+    """One query's softmax before the division: numerators [B, G, R, N] and their sum [B, G, R, 1]."""
+    logits_BGRN = logits(q_BHD, k_BGND, visible_BXN, scale)
     # A row that sees nothing has no maximum: 0 in its place makes every weight exp(-inf) = 0.
     top_BGR1 = logits_BGRN.amax(-1, keepdim=True)
     mass_BGRN = torch.exp(logits_BGRN - torch.where(top_BGR1 == -torch.inf, 0.0, top_BGR1))
@@ -198,8 +198,8 @@ def _masses(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) ->
     return mass_BGRN, mass_BGRN.sum(-1, keepdim=True).clamp_min(torch.finfo(mass_BGRN.dtype).tiny)
 
 
-def _logits(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) -> Tensor:
-    accurate = torch.promote_types(q_BHD.dtype, torch.float32)
+def logits(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) -> Tensor:
+    accurate = accumulation_dtype(q_BHD.dtype)
     q_BGRD = rearrange(q_BHD, "b (g r) d -> b g r d", g=k_BGND.shape[1]).to(accurate)
     if _fuses(k_BGND):
         if k_BGND.device.type == "cpu":
@@ -217,8 +217,7 @@ def _logits(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) ->
 
 
 def _fuses(k_BGND: Tensor) -> bool:
-    """Whether to write the two products of one query's attention as multiplications and sums, one for each
-    query head of a KV head: the compiler then makes loops, or one CUDA kernel, of its own, which read K and V
-    once for all these heads, as they are, split so that all threads have work. The library's matrix product
-    wants a float32 copy first."""
+    """Whether to write the two products of one query's attention as multiplications and sums. The compiler
+    makes loops of them, or one CUDA kernel, that read K and V once for all query heads of a KV head, split
+    over threads. A library product would need a float32 copy first."""
     return torch.compiler.is_compiling() and k_BGND.shape[2] % SPLITS == 0

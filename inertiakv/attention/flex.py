@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..cache.slot_cache import MASK_BLOCK
-from .dense import _logits, dense_weights
+from .dense import dense_weights, logits
 from .mask import BlockLists
 
 
@@ -70,9 +70,8 @@ def _flex(
 
 
 def _missing_heads(group: int, query_BT: Tensor) -> int:
-    """Query heads of zeros that FlexAttention is given with each KV head. Its CUDA kernel for single queries
-    splits the slots among programs, and wants a power of two of heads; with 3 or 7 of them one program would
-    walk through all slots."""
+    """How many zero query heads to add to each KV head. FlexAttention's CUDA kernel for single queries
+    splits the slots among programs only where the group is a power of two."""
     single = query_BT.shape[1] == 1 and query_BT.device.type != "cpu"
     return -group % (1 << (group - 1).bit_length()) if single else 0
 
@@ -80,14 +79,15 @@ def _missing_heads(group: int, query_BT: Tensor) -> int:
 def flex_step(
     q_BHD: Tensor, k_BGND: Tensor, v_BGND: Tensor, mask: BlockMask, visible_BXN: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one query a row by FlexAttention: output [B, H, D] and weights [B, G, R, N], from a second
-    pass over K with FlexAttention's log-sum-exp where the compiler can return it (not on CPUs)."""
+    """Attention of one query per row by FlexAttention: output [B, H, D] and weights [B, G, R, N]. The
+    weights take a second pass over K, with FlexAttention's log-sum-exp where the compiler can return it
+    (not on CPUs)."""
     if q_BHD.device.type == "cpu":
         out_BHTD = flex(q_BHD[:, :, None], k_BGND, v_BGND, mask, scale)
         return out_BHTD[:, :, 0], dense_weights(q_BHD, k_BGND, visible_BXN, scale)
     out_BHTD, lse_BH1 = _flex(q_BHD[:, :, None], k_BGND, v_BGND, mask, scale, AuxRequest(lse=True))
     assert lse_BH1 is not None
-    logits_BGRN = _logits(q_BHD, k_BGND, visible_BXN, scale)
+    logits_BGRN = logits(q_BHD, k_BGND, visible_BXN, scale)
     lse_BGR1 = rearrange(lse_BH1, "b (g r) 1 -> b g r 1", g=k_BGND.shape[1])
     weights_BGRN = torch.exp(logits_BGRN - torch.where(lse_BGR1 == -torch.inf, 0.0, lse_BGR1))
     return out_BHTD[:, :, 0], weights_BGRN

@@ -17,8 +17,8 @@ from torch import Tensor
 from ..cache.slot_cache import MASK_BLOCK
 
 BlockLists = tuple[Tensor, Tensor, Tensor, Tensor]
-"""FlexAttention's form of a mask of blocks: of those that are seen in part, and of those seen whole, for each
-block of queries how many and which, int32 [B, 1, Q] and [B, 1, Q, K]."""
+"""FlexAttention's block mask: number and indices of partial blocks, then of full blocks, for each block of
+queries, int32 [B, 1, Q] and [B, 1, Q, K]."""
 
 
 def visible(position_BXN: Tensor, query_BT: Tensor, window: int | None) -> Tensor:
@@ -29,12 +29,13 @@ def visible(position_BXN: Tensor, query_BT: Tensor, window: int | None) -> Tenso
 
 
 def block_lists(position_BXN: Tensor, query_BT: Tensor, window: int | None) -> BlockLists:
-    """The mask rule for whole blocks, from each block's smallest and largest positions: O(N + T) memory, in
-    graph. Blocks of one mask for all sets: seen whole where they are in every set, in part where in any."""
+    """The mask rule for whole blocks, from the smallest and largest position of each: O(N + T) memory,
+    inside the graph. One mask serves all sets: a block is full if it is full in every set, partial if it is
+    visible in any."""
     lo_key_BX1K, hi_key_BX1K = (key_BXK[:, :, None] for key_BXK in _block_range(position_BXN))
     lo_query_B1Q1, hi_query_B1Q1 = (query_BQ[:, None, :, None] for query_BQ in _block_range(query_BT))
     some_BXQK = (lo_key_BX1K <= hi_query_B1Q1) & (hi_key_BX1K >= 0)
-    # A block without holes, all of it at or before every one of its queries, needs no look at the table.
+    # A block without holes, all of it at or before every one of its queries, needs no look at single slots.
     whole_BXQK = (
         (hi_key_BX1K <= lo_query_B1Q1)
         & _block_full(position_BXN)[:, :, None]

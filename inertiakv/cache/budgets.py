@@ -1,25 +1,27 @@
-"""How many tokens each row of a conversation may keep, in each retention set, and what is protected among
-them."""
+"""How many tokens each row may keep in each retention set, and how many of them are protected."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..config import MAX_BUDGET, EvictionConfig
-from ..eviction.allocation import pyramid
 from .retention import RetentionSets
 from .slot_cache import bucket
 
+PYRAMID_BETA = 20
+"""The last layer of a pyramid gets this part of the mean (PyramidKV's beta)."""
+
 
 class Budgets:
-    """Of rows with these prompt lengths under one rule; None keeps everything. Raises ValueError where a
-    row's budget cannot be.
+    """Budgets of rows with these prompt lengths under one rule; None keeps everything. Raises ValueError
+    where a row's budget is smaller than what it protects.
 
     * `rows`: each row's budget, the mean over its sets;
-    * `tables`: for each layer, each row's budget of its sets there;
+    * `by_layer`: for each layer, each row's budget of its sets there;
     * `protection`: each row's protected positions, see `EvictionConfig.protection_for`;
     * `overfull`: whether the prompts have to be evicted.
     """
@@ -48,7 +50,7 @@ class Budgets:
         )
 
     def decode_slots(self, new_tokens: int) -> int:
-        """Slots of a decode cache to which `new_tokens` are fed, where heads do not share their budgets."""
+        """Slots of a decode cache for `new_tokens` more, where heads do not share their budgets."""
         beyond = new_tokens if self._grows else 0
         used = [
             min(budget + beyond, length + new_tokens)
@@ -58,14 +60,31 @@ class Budgets:
         return bucket(max(used) + 1)
 
 
-def settle(eviction: EvictionConfig, tables: Sequence[RetentionSets], keep_BXN: Sequence[Tensor]) -> None:
-    """Once it is known what stays of a prompt: the budgets that hold from now on, where the rule does not
-    leave them as they were."""
+def set_budgets_after_prompt(
+    eviction: EvictionConfig, retention: Sequence[RetentionSets], keep_BXN: Sequence[Tensor]
+) -> None:
+    """Set the budgets for decoding, once it is known what stays of a prompt: heads that share a budget keep
+    what they have, and `after="none"` has no limit."""
     if eviction.allocation in ("adaptive", "model"):
-        spare_B = torch.stack([(sets.budget_BX - sets.count_BX).sum(-1) for sets in tables]).sum(0)
-        for sets, kept_BXN in zip(tables, keep_BXN, strict=True):
+        spare_B = torch.stack([(sets.budget_BX - sets.count_BX).sum(-1) for sets in retention]).sum(0)
+        for sets, kept_BXN in zip(retention, keep_BXN, strict=True):
             budget_BX = torch.where(spare_B[:, None] < 0, kept_BXN.sum(-1), sets.budget_BX)
             sets.budget_BX.copy_(budget_BX)
     if eviction.after == "none":
-        for sets in tables:
+        for sets in retention:
             sets.budget_BX.fill_(MAX_BUDGET)
+
+
+def pyramid(budget: int, protected: int, prompt: int, num_layers: int) -> list[int]:
+    """A budget for each layer, falling in a straight line from twice the mean to a 20th of it, beside what is
+    protected in each; where that is more than the prompt has, from the whole prompt to what is left then
+    (PyramidKV, arXiv 2406.02069, and its authors' code). The whole numbers add up to `num_layers * budget`.
+    """
+    free = budget - protected
+    most = min(2 * free - free / PYRAMID_BETA, prompt - protected)
+    fall = (2 * most - 2 * free) / max(1, num_layers - 1)
+    ends = [0.0]
+    for layer in range(num_layers):
+        ends.append(ends[-1] + (most - fall * layer if num_layers > 1 else free))
+    bounds = [round(end) for end in ends]
+    return [max(1, protected + hi - lo) for lo, hi in pairwise(bounds)]

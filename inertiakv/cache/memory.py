@@ -1,4 +1,4 @@
-"""How much memory there is, and whether a request fits, asked before any work is done."""
+"""Available memory, and whether a request fits, checked before any work is done."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def peak_bytes() -> int:
 
 
 def require(parts: dict[str, int], device: torch.device, tp: TensorParallel = SINGLE_PROCESS) -> None:
-    """Raise MemoryError, saying how much each of `parts` (bytes) takes, where they exceed what is available:
-    on each of `ranks`, where any of them has too little, so that none goes on without it."""
+    """Raise MemoryError, listing `parts` (bytes), if they exceed what is available; with tensor parallelism
+    on all ranks, if any of them has too little."""
     available, needed = available_bytes(device), sum(parts.values())
     if tp.size > 1:
         own = torch.tensor([math.inf if available is None else available], dtype=torch.float64, device=device)

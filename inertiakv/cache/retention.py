@@ -1,4 +1,4 @@
-"""Which token is in which slot, what it is worth, and which slot the next one takes: the retention sets.
+"""Retention sets: which token is in which slot, its utility, and the slot that the next token takes.
 
 Slots are physical, positions are logical. A token keeps the position it has in the uncompressed sequence,
 whatever is evicted around it, and its slot says nothing about its age.
@@ -20,8 +20,8 @@ NO_POSITION = torch.iinfo(torch.int32).max
 
 
 class RetentionSets(nn.Module):
-    """The sets of one layer, or the one that all layers share. A module with buffers, so that a compiled
-    graph takes them at fixed addresses and writes them in place.
+    """The sets of one layer, or the one that all layers share. A module with buffers, which compiled graphs
+    read and write in place at fixed addresses.
 
     * `position_BXN` int32: the logical position in each slot, `EMPTY` where there is none;
     * `utility_BXN`: each token's utility m, float32 (float64 for a float64 model), 0 where empty;

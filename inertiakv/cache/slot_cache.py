@@ -1,4 +1,4 @@
-"""The slot cache: static K and V buffers, and the tables that say which position each slot holds.
+"""The slot cache: static K and V buffers, and the retention sets that say which token is in which slot.
 
 Shape letters: B batch, T query tokens, L layers, G KV heads, X retention sets of a layer (1 or G), N slots, D
 head dim, K slots kept.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.retention import EMPTY
+from ..compiling.numerics import accumulation_dtype
 from ..config import Scope
 from .retention import RetentionSets
 
@@ -48,7 +49,7 @@ class CacheShape:
 
     @property
     def sets(self) -> int:
-        """Retention sets of a row in each table."""
+        """Retention sets of a row that share one `RetentionSets`."""
         return self.kv_heads if self.scope == "head" else 1
 
     def nbytes(self, dtype: torch.dtype) -> int:
@@ -104,10 +105,10 @@ class LayerCache(nn.Module):
 
 
 class SlotCache(nn.Module):
-    """K and V of all layers, and the tables of their retention sets: one for all layers (the paper's), one
+    """K and V of all layers, and their retention sets: one for all layers (the paper's), one
     for each, or one for each with a set for every KV head.
 
-    A module with buffers, so that a compiled graph takes them at fixed addresses and writes them in place.
+    A module with buffers, which compiled graphs read and write in place at fixed addresses.
     """
 
     layers: Sequence[LayerCache]
@@ -118,7 +119,7 @@ class SlotCache(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
-        score_dtype = torch.promote_types(dtype, torch.float32)
+        score_dtype = accumulation_dtype(dtype)
         layers = nn.ModuleList(LayerCache(shape, dtype, self.device) for _ in range(shape.layers))
         retention = nn.ModuleList(
             RetentionSets(shape.batch, shape.sets, shape.slots, score_dtype, self.device)
@@ -162,11 +163,11 @@ class SlotCache(nn.Module):
 
     @property
     def filled(self) -> int:
-        """No slot from here on holds a token, in a cache that was filled from its first slot on."""
+        """The first slot after all tokens, in a cache that was filled from its first slot on."""
         return int(torch.stack([sets.free_BX.max() for sets in self.retention]).max())
 
     def slots_for(self, new_tokens: int, keep_BXN: Sequence[Tensor] | None = None) -> int:
-        """Slots to allocate for these tokens, or those marked, and `new_tokens` more: never more than a set's
+        """Slots to allocate for these tokens, or those marked, and `new_tokens` more; at most the largest
         budget and one."""
         masks = self.everything() if keep_BXN is None else keep_BXN
         used = [
@@ -188,7 +189,7 @@ class SlotCache(nn.Module):
         return [sets.position_BXN > EMPTY for sets in self.retention]
 
     def keep(self, keep_BXN: Sequence[Tensor]) -> None:
-        """Evict all tokens but those marked in each table, in place."""
+        """Evict all tokens but those marked in each of `retention`, in place."""
         for sets, kept_BXN in zip(self.retention, keep_BXN, strict=True):
             sets.keep(kept_BXN)
 
@@ -209,11 +210,11 @@ class SlotCache(nn.Module):
             mine.v_BGND[:, :, :tokens] = layer.v_BGND[:, :, :tokens]
 
     def take_from(self, source: SlotCache, keep_BXN: Sequence[Tensor], *, release: bool) -> None:
-        """Become a copy of the tokens that the masks mark in `source`, a mask for each table of this cache,
+        """Become a copy of the tokens that the masks mark in `source`, a mask for each of `retention`,
         oldest first, with their utilities and budgets.
 
-        Layer by layer, allocating here what has no memory yet and giving back the source's with `release`:
-        then no more than one layer of this cache is ever held beside the source.
+        Works layer by layer, allocating memory here and, with `release`, freeing the source's: at the peak
+        one layer of this cache lies beside the source.
         """
         moved: list[tuple[Tensor, list[list[int]]]] = []
         for mine_table, their_table, kept_BXN in zip(self.retention, source.retention, keep_BXN, strict=True):

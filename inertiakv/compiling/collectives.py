@@ -1,12 +1,11 @@
-"""Processes that hold one model together, each with its heads of every layer: what they tell one another.
+"""Tensor parallelism: several processes hold one model, each with its own heads of every layer.
 
-A rank sees the K, V and attention of its own heads, and the retention set is one for all heads. Where a
-score is a mean over heads, and what becomes of it is linear, as the recurrence over layers is, each rank runs
-the recurrence with the mean over its own heads; the mean of what the ranks come out with is what one process
-would have. Where several queries score together and the best one counts, the mean over ranks comes before
-that, in every layer. Every decision is made from such means and from logits that all ranks have, so that all
-decide alike. That rests on a reduction giving each rank the same bits, as those of NCCL and gloo do: a sum is
-made once, in one place, and handed to all.
+A rank sees K, V and attention of its own heads only, but all heads share one retention set. Scores are
+means over heads and the recurrence over layers is linear, so each rank runs it on its own heads and the
+ranks average the utilities afterwards. Where several queries score together and the maximum counts, the
+ranks average in every layer, before the maximum. All ranks decide from these means and from the same
+logits, so all decide alike. This relies on reductions that give every rank the same bits, as those of NCCL
+and gloo do.
 
 Shape letters: B batch, X retention sets, N slots.
 """
@@ -20,8 +19,8 @@ from torch import Tensor
 
 
 class TensorParallel(NamedTuple):
-    """Which of `size` processes this is, and the name of their process group. Plain values, which a graph
-    takes for constants; of one process alone nothing is traced."""
+    """This process' place in a group of `size` processes. Plain values, so that a graph treats them as
+    constants; a single process traces no collectives."""
 
     rank: int = 0
     size: int = 1
@@ -53,5 +52,5 @@ SINGLE_PROCESS = TensorParallel()
 
 
 def tensor_parallel_of(model: Any) -> TensorParallel:
-    """Those that hold the model, which need not know of any."""
-    return getattr(model, "ranks", SINGLE_PROCESS)
+    """The group that holds a model; a model without one is held by a single process."""
+    return getattr(model, "tp", SINGLE_PROCESS)

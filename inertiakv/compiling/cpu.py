@@ -1,4 +1,4 @@
-"""What has to be said to the compiler so that it makes good loops for CPUs."""
+"""Compiler settings for good loops on CPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 SETTINGS: dict[str, Any] = {
     # A multiplication and an addition in one instruction, as the library's products have it.
@@ -28,17 +27,10 @@ extern "C" void kernel(float* x) { at::vec::Vectorized<float>(1.0f).store(x); }
 """
 
 
-def materialize(x: Tensor) -> Tensor:
-    """`x`, computed once and stored. The compiler would compute it again for every output that reads it, be
-    it a norm, an activation or an exponential; a view by strides has it stored first."""
-    x = x.contiguous()
-    return x.as_strided(x.shape, x.stride())
-
-
 @functools.cache
 def start_toolchain() -> None:
-    """Have the C++ compiler tried out and its headers precompiled, which takes up to eight seconds the first
-    time on a machine, beside the tracing of the first graph."""
+    """Try out the C++ compiler and precompile its headers in a thread, while the first graph is traced: up
+    to eight seconds the first time on a machine."""
     from torch._inductor import config  # imported late: the compiler takes seconds to import
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
@@ -52,8 +44,8 @@ def start_toolchain() -> None:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """The compiler makes objects by the million and keeps them: to look for garbage among them again and
-    again takes it an eighth of its time. Looking once afterwards spares a step of an answer that pause."""
+    """Collect garbage once after compiling instead of during it. The compiler makes millions of objects and
+    keeps them; searching them for garbage took an eighth of its time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,14 +1,14 @@
-"""Compiled passes kept on disk, in a folder of the compiler's own cache.
+"""Compiled functions kept on disk, in a folder of the compiler's own cache.
 
-That cache knows what was made of a graph, but to ask it a pass must be traced, operation by operation: most
-of what the first steps of a process take once everything has been compiled before. A pass that sees what it
-saw in another process, by its fingerprint, is taken over as it was traced there.
+The compiler's cache is asked with a traced graph, and tracing is most of what a warm start takes. Here a
+function that would see what it saw in another process, by its fingerprint, is loaded without tracing it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
 import platform
 import sys
@@ -25,6 +25,7 @@ from .cpu import SETTINGS
 from .fingerprint import UnknownError, fingerprint
 
 Function = Callable[..., Any]
+log = logging.getLogger(__name__)
 _CUSTOM = (
     *("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "custom_partitioner_fn"),
     *("post_grad_custom_pre_pass", "post_grad_custom_post_pass"),
@@ -34,8 +35,8 @@ _CUSTOM = (
 
 
 class DiskCached:
-    """A pass that at its first call is loaded, or else compiled and written, or else, where it cannot be
-    written, compiled."""
+    """A function that at its first call is loaded, or else compiled and written. Where this torch cannot load
+    and write, or nothing tells what the function depends on, it is compiled as ever, and the log says why."""
 
     def __init__(self, compile: Callable[[], Any], made_from: tuple[Any, ...], on_load: Function) -> None:
         """`compile` returns what `torch.compile` does. `made_from`: all but the arguments of the first call
@@ -50,22 +51,23 @@ class DiskCached:
         return self._function(*args)
 
     def _load(self, path: Path | None) -> Function | None:
-        # Whatever a file holds, and whatever another version of the compiler says to it: there is a way on.
-        with suppress(Exception):
+        if path is None or not path.exists():
+            return None
+        try:
             from torch._inductor import config  # imported late: the compiler takes seconds to import
 
-            if path is not None and path.exists():
-                # With other settings the loops would be compiled once more.
-                content = path.read_bytes()
-                digest, data = content[:32], content[32:]
-                if digest != _digest(path, data):
-                    return None
-                with config.patch(SETTINGS):
-                    loaded: Any = torch.compiler.load_compiled_function(io.BytesIO(data))
-                loaded.disable_guard_check()
-                self._on_load()
-                return loaded
-        return None
+            content = path.read_bytes()
+            digest, data = content[:32], content[32:]
+            if digest != _digest(path, data):
+                raise ValueError("damaged")
+            with config.patch(SETTINGS):  # with other settings the loops would be compiled once more
+                loaded: Any = torch.compiler.load_compiled_function(io.BytesIO(data))
+            loaded.disable_guard_check()
+        except Exception as error:  # whatever a file holds, there is a way on
+            log.info("%s cannot be loaded (%s): compiling", path, error)
+            return None
+        self._on_load()
+        return loaded
 
     def _make(self, path: Path | None, args: tuple[Any, ...]) -> Function:
         compiled = self._compile()
@@ -74,7 +76,8 @@ class DiskCached:
         try:
             made = compiled.aot_compile((args, {}))
             made.disable_guard_check()
-        except Exception:  # what is the user's fault is raised again where it is called
+        except Exception as error:  # what is the user's fault is raised again where it is called
+            log.info("a compiled function cannot be kept on disk (%s)", error)
             return compiled
         unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         with suppress(Exception):
@@ -89,23 +92,36 @@ class DiskCached:
 
 
 def _digest(path: Path, data: bytes) -> bytes:
-    """Goes before the data of a file: neither damaged nor under another's name."""
+    """The first bytes of a file, which detect damage and renaming."""
     return hashlib.sha256(path.name.encode() + data).digest()
 
 
 def _path(*made_from: Any) -> Path | None:
-    """Of the pass, None where there is to be no cache, or nothing tells what the pass depends on."""
-    with suppress(Exception):
+    """Where the function is kept; None where there is to be no cache, or nothing tells what it depends on."""
+    try:
         from torch._inductor import config  # imported late: the compiler takes seconds to import
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-        if config.fx_graph_cache and not config.force_disable_caches:
-            return Path(cache_dir()) / "inertiakv" / fingerprint(made_from, _surroundings())
-    return None
+        if not config.fx_graph_cache or config.force_disable_caches:
+            return None
+        if missing := _missing():
+            raise UnknownError(f"torch {torch.__version__} without {missing}")
+        return Path(cache_dir()) / "inertiakv" / fingerprint(made_from, _surroundings())
+    except Exception as error:  # nothing that a cache is worth failing for
+        log.info("a compiled function is not kept on disk: it depends on %s", error)
+        return None
+
+
+def _missing() -> str | None:
+    """The first function for saving and loading that this version of torch lacks."""
+    if not hasattr(torch.compiler, "load_compiled_function"):
+        return "torch.compiler.load_compiled_function"
+    return None if hasattr(torch.compile(abs), "aot_compile") else "aot_compile of compiled functions"
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """What the compiler looks at beside a pass. Raises UnknownError where that may be anything."""
+    """What the compiler depends on beside the function and its arguments. Raises UnknownError where that
+    may be anything."""
     from torch._dynamo import config as tracing
     from torch._functorch import config as functions
     from torch._inductor import config as loops

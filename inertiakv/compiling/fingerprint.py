@@ -1,10 +1,10 @@
-"""A hash of all that a function can see: its arguments, its code, and whatever that code names.
+"""A hash of everything a function depends on: its arguments, its code, and whatever that code refers to.
 
-What the compiler made of a function serves another process where the function would see the same there. Of
-tensors it sees everything but their numbers. Code is taken as it is in memory, and not as its file has it: a
-function that was replaced while the program ran is another one. That is sure for this project's code alone,
-and for the libraries that it is written with, of which the version says enough. Where anybody else's takes
-part there is no fingerprint: nothing tells what it depends on.
+A compiled function can be reused in another process if the hash is the same there. Tensors count with
+everything but their values. Code counts as it is in memory, not as in its file, so a function that was
+replaced at run time changes the hash. This covers this project's code and, by version, the libraries it
+uses. If anyone else's code takes part, there is no fingerprint, since nothing tells what that code depends
+on.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _LIBRARIES = {*sys.stdlib_module_names, "einops", "numpy", "torch"}
 
 
 class UnknownError(TypeError):
-    """There is something of which nobody can say whether it is the same elsewhere."""
+    """Something whose equality across processes cannot be decided."""
 
 
 def fingerprint(*values: Any) -> str:
-    """The same for values that are alike, in this process or in another. Raises UnknownError where they hold
-    something that cannot be told apart from another of its kind.
+    """Equal for equal values, in this process or another. Raises UnknownError for values whose equality
+    cannot be decided.
 
-    An object can name attributes in `apart_from_graphs` that no pass reads.
+    An object can list attributes that no compiled function reads in `apart_from_graphs`.
     """
     walk = _Walk()
     walk.take(values)
@@ -60,8 +60,8 @@ def fingerprint(*values: Any) -> str:
 
 
 class _Walk:
-    """Through values, in an order that is the same everywhere. Functions and classes come last, in the order
-    in which they were met: one names the next, more often than calls can be nested."""
+    """Visits values in a fixed order. Functions and classes wait in a queue, since they refer to one
+    another more deeply than calls can nest."""
 
     def __init__(self) -> None:
         self.hash = hashlib.sha256()
@@ -82,7 +82,7 @@ class _Walk:
         if value is None or value is ... or isinstance(value, _PLAIN):
             self._note(type(value).__qualname__, repr(value))
         elif isinstance(value, EvictionConfig):
-            self.take(value.form)
+            self.take(value.graph_key)
         elif isinstance(value, dict):
             self._note(type(value).__qualname__, len(value))
             self._take_items(value.items())
@@ -130,7 +130,7 @@ class _Walk:
             raise UnknownError(f"{type(value).__module__}.{type(value).__qualname__}: {value!r:.80}")
 
     def _take_tensor(self, tensor: Tensor) -> None:
-        """Two tensors that share memory are unlike two that do not."""
+        """Whether tensors share memory counts, too."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
             raise UnknownError(f"{type(tensor).__qualname__} in layout {tensor.layout}")
         place = self._memory.setdefault(tensor.data_ptr(), len(self._memory)) if tensor.numel() else None
@@ -153,8 +153,8 @@ class _Walk:
                     self._take_named(names, vars(sys.modules[imported]))
 
     def _take_named(self, names: set[str], space: dict[str, Any]) -> None:
-        """What names mean in a module, and in modules that it names; of a library's, which functions they
-        are: somebody may have replaced them."""
+        """What names refer to in a module and in modules that it refers to. Of a library only functions
+        count: they may have been replaced."""
         met = id(space), frozenset(names)
         if met in self._spaces:
             return
@@ -211,8 +211,7 @@ def _is_generated(value: Any) -> bool:
 
 @functools.cache
 def _is_ours(module: str) -> bool:
-    """Whether code is this project's, which may change without its version, and not a library's. Raises
-    UnknownError for anybody else's."""
+    """True for this project's code, False for a known library's. Raises UnknownError for any other."""
     root = module.partition(".")[0]
     if root in _LIBRARIES or root.startswith("namedtuple_"):  # the methods of a NamedTuple
         return False

@@ -1,4 +1,4 @@
-"""Compiled passes: one graph a buffer shape and variant, owned here."""
+"""Compiled steps: one graph for each buffer shape and variant."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .replay import Replayed
 
 @dataclass
 class GraphStats:
-    """What was compiled: graphs, how many of them had been stored by another process, graph breaks,
-    recompiles, and the seconds that first calls took."""
+    """Counts of graphs compiled (`stored`: of these, loaded from disk), graph breaks and recompiles, and
+    the seconds that first calls took."""
 
     compiled: int = 0
     stored: int = 0
@@ -34,7 +34,7 @@ class GraphStats:
 
 @dataclass
 class Graphs:
-    """Compiled passes by key. With `enabled=False` functions run as they are."""
+    """Compiled functions by key. With `enabled=False` functions run eagerly."""
 
     enabled: bool
     device: torch.device
@@ -47,21 +47,21 @@ class Graphs:
         key: tuple[Any, ...],
         function: Callable[..., Any],
         *args: Any,
-        record: bool = True,
+        capture: bool = True,
         **static: Any,
     ) -> Any:
         """`function(*args, **static)` as one graph. The key begins with what the graph is for, and tells
-        apart all shapes and all of `static`. `record`: the function returns nothing and its buffers stay
-        where they are, so that it can be recorded, as a CUDA graph or for a CPU, and replayed."""
+        apart all shapes and all of `static`. `capture`: the function returns nothing and its buffers stay
+        where they are, so that it can be captured, as a CUDA graph or for a CPU, and replayed."""
         if not self.enabled:
             return function(*args, **static)
-        if record and self.device.type == "cuda":
+        if capture and self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         if key in self._passes:
             return self._passes[key](*args)
         start = time.perf_counter()
         with no_garbage_collection():
-            self._passes[key] = compiled = self._compile(str(key[0]), function, static, record)
+            self._passes[key] = compiled = self._compile(str(key[0]), function, static, capture)
             from torch._dynamo.utils import counters  # imported late: the compiler takes seconds to import
 
             breaks = counters["graph_break"].total()
@@ -70,20 +70,20 @@ class Graphs:
         self.stats.breaks += counters["graph_break"].total() - breaks
         return result
 
-    def forget_recordings(self) -> None:
-        """Let go of the buffers that recordings hold. The next run of a pass records it anew."""
+    def drop_captures(self) -> None:
+        """Release the buffers that captures keep alive. The next run captures again."""
         for compiled in self._passes.values():
             if isinstance(compiled, Replayed):
-                compiled.forget()
+                compiled.drop_capture()
 
     def _compile(
-        self, name: str, function: Callable[..., Any], static: dict[str, Any], record: bool
+        self, name: str, function: Callable[..., Any], static: dict[str, Any], capture: bool
     ) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
         graphs, on_cpu = 0, self.device.type == "cpu"
         settings = {
-            "triton.cudagraphs": record and self.device.type == "cuda",
+            "triton.cudagraphs": capture and self.device.type == "cuda",
             # What it looks for are products that the library has a better form of. Here they are loops.
             "pattern_matcher": not on_cpu,
             **SETTINGS,
@@ -118,7 +118,7 @@ class Graphs:
         if not on_cpu:
             return compile()
         stored = DiskCached(compile, (function, static, settings), on_load)
-        return Replayed(stored) if record else stored
+        return Replayed(stored) if capture else stored
 
 
 def check_ties(model: nn.Module) -> None:
@@ -147,8 +147,8 @@ def _ties(module: nn.Module) -> set[tuple[str, ...]]:
 
 
 def _own(function: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
-    """A function with a code object of its own. All shapes of one code object count as its recompiles, of
-    which the compiler allows eight in a process before `fullgraph` makes the ninth an error."""
+    """A copy of the function with a code object of its own. The compiler counts all shapes of one code
+    object as recompiles, and the ninth in a process is an error with `fullgraph`."""
 
     def step(*args: Any) -> Any:
         return function(*args, **static)

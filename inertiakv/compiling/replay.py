@@ -1,9 +1,9 @@
-"""Replays a compiled pass on a CPU: what a CUDA graph is for a GPU.
+"""Capture and replay of a compiled step on a CPU: what CUDA graphs are for a GPU.
 
-The compiler writes a Python module for a pass: a function that makes the intermediate buffers and calls the
-compiled loops, a layer's worth at a time. With loops that take a fraction of a millisecond, making some
-hundred small tensors costs as much as several layers. All addresses are fixed, so that one run says it all:
-which loops, on which tensors. A replay calls just these.
+The compiler writes a Python module whose functions allocate intermediate buffers and call compiled loops.
+Where loops take a fraction of a millisecond, allocating hundreds of small tensors costs as much as several
+layers. All addresses are fixed here, so one run tells which loops run on which tensors. A replay makes just
+these calls.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+log = logging.getLogger(__name__)
 Call = tuple[Callable[..., None], list[Any]]
 """A compiled loop, and what it takes."""
 
@@ -29,8 +31,9 @@ _HARMLESS = {"empty_strided_cpu", "reinterpret_tensor", "assert_size_stride", "a
 
 
 class Replayed:
-    """A compiled pass that is run, then recorded, then replayed while its arguments are the same objects and
-    all their parameters and buffers are where they were. What cannot be replayed runs as it is."""
+    """A compiled function that is run once, then captured, then replayed as long as its arguments are the
+    same objects with the same parameters and buffers at the same addresses. What cannot be replayed runs as
+    compiled."""
 
     def __init__(self, compiled: Callable[..., Any]) -> None:
         self._compiled = compiled
@@ -48,8 +51,8 @@ class Replayed:
         """Whether the next call is a replay, as long as nothing moves."""
         return self._calls is not None
 
-    def forget(self) -> None:
-        """Drop the recording, which keeps all buffers alive that it reads and writes."""
+    def drop_capture(self) -> None:
+        """Drop the captured calls, which keep all buffers alive that they read and write."""
         self._calls, self._args, self._parts, self._places = None, (), [], []
 
     def __call__(self, *args: Any) -> Any:
@@ -61,7 +64,7 @@ class Replayed:
                 self._module = _Module.of(modules)
                 self._remember(args)
                 self._first_layouts = _layouts(self._places)
-                self.forget()
+                self.drop_capture()
             return result
         if self._module is None:
             return self._compiled(*args)
@@ -69,17 +72,17 @@ class Replayed:
             for loop, tensors in self._calls:
                 loop(*tensors)
         else:
-            self._record(args)
+            self._capture(args)
         return None
 
-    def _record(self, args: tuple[Any, ...]) -> None:
+    def _capture(self, args: tuple[Any, ...]) -> None:
         assert self._module is not None
         self._remember(args)
         if _layouts(self._places) != self._first_layouts:
             raise ValueError("a tensor of the model has another shape, layout or dtype: make a new Decoder")
         self._calls = None
         with _loaded_modules() as modules:
-            calls = self._module.record(lambda: self._compiled(*args))
+            calls = self._module.capture(lambda: self._compiled(*args))
         if modules:  # the compiler was reset, and has compiled it once more
             self._module = _Module.of(modules)
         elif calls:
@@ -102,8 +105,7 @@ class Replayed:
 
 
 class _Module:
-    """A module that the compiler wrote, whose functions do nothing but make buffers and call loops and return
-    nothing."""
+    """A module that the compiler wrote, whose functions only allocate buffers and call loops."""
 
     def __init__(self, module: ModuleType, loops: set[str], regions: set[str]) -> None:
         self._names = vars(module)
@@ -111,9 +113,18 @@ class _Module:
 
     @classmethod
     def of(cls, modules: list[ModuleType]) -> _Module | None:
-        """None where there is not one module, or it does something else as well."""
-        if len(modules) != 1:
+        """None where there is not exactly one module, or its functions do anything else; the log says
+        which."""
+        try:
+            return cls._read(modules)
+        except ValueError as reason:
+            log.info("a compiled step runs as it is, without replay: %s", reason)
             return None
+
+    @classmethod
+    def _read(cls, modules: list[ModuleType]) -> _Module:
+        if len(modules) != 1:
+            raise ValueError(f"{len(modules)} modules were compiled, and not one")
         tree = ast.parse(inspect.getsource(modules[0]))
         loops = {
             node.targets[0].id
@@ -125,29 +136,31 @@ class _Module:
         functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         runner = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Runner"), None)
         if runner is None:
-            return None
+            raise ValueError("the compiled module has no class Runner")
         entry = [n for n in runner.body if isinstance(n, ast.FunctionDef) and n.name == "call"]
         called = {name for function in entry for name in _calls(function)}
         regions = called & functions.keys()
         called |= {name for region in regions for name in _calls(functions[region])}
         returned = {ast.unparse(n) for f in entry for n in ast.walk(f) if isinstance(n, ast.Return)}
-        if returned != {"return ()"} or called - loops - regions - _HARMLESS:
-            return None
+        if returned != {"return ()"}:
+            raise ValueError("it returns something")
+        if unknown := called - loops - regions - _HARMLESS:
+            raise ValueError(f"it calls {', '.join(sorted(unknown))}")
         return cls(modules[0], loops, regions)
 
-    def record(self, run: Callable[[], None]) -> list[Call]:
-        """Run the pass and note its calls.
+    def capture(self, run: Callable[[], None]) -> list[Call]:
+        """Run the step and note its calls.
 
-        All that a loop takes stays alive with its note. A region's own buffers, which nothing outside it
-        reads, are shared by all its runs, as the memory allocator would have it.
+        The notes keep the loops' tensors alive. All runs of a region share one set of intermediate buffers,
+        as they would through the allocator.
         """
-        recorder = threading.get_ident()
+        thread = threading.get_ident()
         calls: list[Call] = []
         templates: dict[str, list[Call]] = {}
 
         def noted(loop: Callable[..., None]) -> Callable[..., None]:
             def call(*tensors: Any) -> None:
-                if threading.get_ident() == recorder:  # another decoder may run the same module meanwhile
+                if threading.get_ident() == thread:  # another decoder may run the same module meanwhile
                     calls.append((loop, list(tensors)))
                 loop(*tensors)
 
@@ -155,7 +168,7 @@ class _Module:
 
         def shared(name: str, region: Callable[[list[Any]], tuple[Any, ...]]) -> Callable[..., Any]:
             def call(args: list[Any]) -> tuple[Any, ...]:
-                if threading.get_ident() != recorder:
+                if threading.get_ident() != thread:
                     return region(args)
                 first, outside = len(calls), _storages(args)
                 outputs = region(args)
@@ -182,7 +195,7 @@ class _Module:
 
 
 class _Loading(threading.local):
-    """The modules that the compiler has loaded for this thread while it wanted to know."""
+    """Modules that the compiler has loaded for this thread, while they are collected."""
 
     modules: list[ModuleType] | None = None
 
@@ -192,7 +205,7 @@ _loading = _Loading()
 
 @contextmanager
 def _loaded_modules() -> Iterator[list[ModuleType]]:
-    """Collects the modules that the compiler loads meanwhile, be they new or from its cache."""
+    """Collects the modules that the compiler loads in the block, new ones and cached ones."""
     _listen()
     modules: list[ModuleType] = []
     _loading.modules = modules
@@ -204,10 +217,14 @@ def _loaded_modules() -> Iterator[list[ModuleType]]:
 
 @functools.cache
 def _listen() -> None:
-    """Have the compiler's loading noted, for whichever thread asks."""
-    from torch._inductor.codecache import PyCodeCache  # imported late: the compiler takes seconds to import
+    """Hook into the compiler's loading of modules, once a process."""
+    from torch._inductor import codecache  # imported late: the compiler takes seconds to import
 
-    load = PyCodeCache.load_by_key_path
+    cache: Any = getattr(codecache, "PyCodeCache", None)
+    load = getattr(cache, "load_by_key_path", None)
+    if load is None:
+        log.info("torch %s does not say what its compiler loads: no replay", torch.__version__)
+        return
 
     def noted(*args: Any, **kwargs: Any) -> ModuleType:
         module = load(*args, **kwargs)
@@ -215,7 +232,7 @@ def _listen() -> None:
             _loading.modules.append(module)
         return module
 
-    PyCodeCache.load_by_key_path = noted  # type: ignore[method-assign]
+    cache.load_by_key_path = noted
 
 
 def _layouts(places: list[tuple[dict[str, Any], str]]) -> list[Any]:

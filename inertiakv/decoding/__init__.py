@@ -1,1 +1,1 @@
-"""Passes over the cache: prompt chunks, the first step, the decode step, and the loop that runs them."""
+"""Forward passes over the cache (prompt chunk, first step, decode step), and the loop that runs them."""

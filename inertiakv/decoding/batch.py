@@ -1,4 +1,4 @@
-"""What each row of a batch is at: its pending token, its position, whether it has ended. Buffers of a graph.
+"""State of the rows of a batch, as buffers of a graph: pending token, position, finished or not, sampling.
 
 Shape letters: B batch, C steps between two reads, E end-of-sequence ids, V vocabulary.
 """
@@ -21,7 +21,7 @@ MAX_EOS_IDS = 8
 
 
 class BatchState(nn.Module):
-    """State of the rows, advanced inside the graph. A row that has ended stays as it is."""
+    """State of the rows, advanced inside the graph. A finished row does not change."""
 
     token_B: Tensor
     position_B: Tensor
@@ -68,8 +68,8 @@ class BatchState(nn.Module):
         buffer("seed_B", batch)
 
     def start(self, prompt_tokens: Sequence[int], protection: Sequence[tuple[int, int, int]]) -> None:
-        """Back to the state of rows that have read nothing, of prompts that long. `protection`: how many
-        positions are protected in each row, see `EvictionConfig.protection_for`."""
+        """Reset, for prompts of these lengths. `protection`: how many positions are protected in each row,
+        see `EvictionConfig.protection_for`."""
         for tensor in (self.token_B, self.position_B, self.finished_B, self.cursor):
             tensor.zero_()
         self.fed_B.fill_(True)
@@ -80,7 +80,7 @@ class BatchState(nn.Module):
             buffer.copy_(torch.tensor(numbers))
 
     def configure(self, sampling: Sampling, eos_ids: Sequence[int], vocab_size: int) -> None:
-        """Take over how tokens are chosen and which ones end a row. Raises ValueError for too many ids."""
+        """Set how tokens are chosen and which ids end a row. Raises ValueError for too many ids."""
         self.eos_E.fill_(NO_TOKEN)
         self.eos_E[: len(eos_ids)] = torch.tensor(list(eos_ids), dtype=torch.int64)
         self.temperature_B.fill_(sampling.temperature or 1.0)

@@ -1,5 +1,4 @@
-"""Which buffers exist, how large they are, and whether they fit: those of decoding, which stay, and large
-caches that go."""
+"""Caches and other buffers: made, kept for the next conversation, checked against available memory."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ class Buffers:
     conversation to the next, at the same address, so that compiled graphs stay valid; a decode cache or a
     recorder of another shape replaces the one before."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel, recorded_steps: int = 0) -> None:
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
         self.tp = tensor_parallel_of(model)
         self.scope: Scope = "shared"
-        self.recorded_steps = 0
+        self.recorded_steps = recorded_steps
         self.recorder: Recorder | None = None
         self._decode_cache: SlotCache | None = None
-        self._rows: dict[int, BatchState] = {}
+        self._batch_states: dict[int, BatchState] = {}
 
     def shape(self, batch: int, slots: int) -> CacheShape:
         config = self.config
@@ -57,10 +56,10 @@ class Buffers:
     def is_decode_cache(self, cache: SlotCache) -> bool:
         return cache is self._decode_cache
 
-    def rows(self, batch: int) -> BatchState:
-        if batch not in self._rows:
-            self._rows[batch] = BatchState(batch, self.device)
-        return self._rows[batch]
+    def batch_state(self, batch: int) -> BatchState:
+        if batch not in self._batch_states:
+            self._batch_states[batch] = BatchState(batch, self.device)
+        return self._batch_states[batch]
 
     def recorder_for(self, cache: SlotCache) -> Recorder | None:
         """What steps in this cache are recorded by, None where they are not."""

@@ -1,4 +1,4 @@
-"""Entering prompts into a cache, chunk by chunk, rows of different lengths side by side.
+"""Prefill: enters prompts of different lengths into a cache, chunk by chunk.
 
 Shape letters: B batch, T query tokens, E hidden size.
 """
@@ -15,7 +15,8 @@ from ..cache.retention import EMPTY
 from ..cache.slot_cache import SlotCache, bucket
 from ..compiling.graphs import Graphs
 from ..model import LanguageModel
-from .steps import Method, chunk_step
+from .rule import DecodingRule
+from .steps import chunk_step
 
 Progress = Callable[[int, int], None]
 """Called with the prompt tokens done and in all."""
@@ -30,7 +31,7 @@ class Prefill:
     """
 
     model: LanguageModel
-    method: Method
+    rule: DecodingRule
     graphs: Graphs
     chunk: int
 
@@ -42,9 +43,9 @@ class Prefill:
         positions: list[int],
         progress: Progress | None,
     ) -> Tensor:
-        """Put each row's tokens into the slots and positions from `slots[b]` and `positions[b]` on; the last
-        token's hidden state, [B, E], of which only rows with tokens mean anything. `free_B` is moved behind
-        them."""
+        """Enter each row's tokens from slot `slots[b]` and position `positions[b]` on, and move the free
+        slot behind them. Returns the last token's hidden state, [B, E]; rows without tokens have no meaning
+        there."""
         device, longest = cache.device, max(map(len, rows))
         length_B = torch.tensor([len(row) for row in rows], device=device)
         slot_B1 = torch.tensor(slots, device=device)[:, None]
@@ -84,7 +85,7 @@ class Prefill:
         return last_BE
 
     def _padded(self, width: int) -> int:
-        return min(self.chunk, bucket(width)) if self.method.backend == "flex" else width
+        return min(self.chunk, bucket(width)) if self.rule.backend == "flex" else width
 
     def _run(
         self,
@@ -96,9 +97,9 @@ class Prefill:
         end_slot: int,
         start_slot: int | None,
     ) -> Tensor:
-        args = (self.model, cache, self.method, tokens_BT, positions_BT, slots_BT)
-        if self.method.backend == "dense":
+        args = (self.model, cache, self.rule, tokens_BT, positions_BT, slots_BT)
+        if self.rule.backend == "dense":
             return chunk_step(*args, end_slot, start_slot)
         key = ("prompt chunk", cache.shape, tokens_BT.shape)
         # Not recorded: prompt caches come and go, and chunks are long enough to hide the time of launching.
-        return self.graphs.run(key, chunk_step, *args, None, None, record=False)
+        return self.graphs.run(key, chunk_step, *args, None, None, capture=False)

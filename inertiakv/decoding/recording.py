@@ -1,4 +1,4 @@
-"""What decode steps saw, recorded in the graph and read at the end.
+"""Records what decode steps saw, inside the graph, for analysis.
 
 Shape letters: B batch, L layers, N slots, T steps.
 """
@@ -51,7 +51,7 @@ class Recorder(nn.Module):
         self.register_buffer("cursor", torch.zeros((), dtype=torch.int64, device=device))
 
     def record(self, sets: RetentionSets, score_BXN: dict[int, Tensor], newest_B: Tensor) -> None:
-        """Take down one step; inside the graph. Layers that are not in `score_BXN` did not score."""
+        """Record one step; runs inside the graph. Layers that are not in `score_BXN` did not score."""
         score_LBN = torch.full_like(self.score_TLBN[0], torch.nan)
         for layer, of_layer_BXN in score_BXN.items():
             score_LBN[layer, :, : of_layer_BXN.shape[-1]] = of_layer_BXN[:, 0]

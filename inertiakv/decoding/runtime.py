@@ -1,9 +1,8 @@
-"""What conversations run on, and by which rule."""
+"""What outlives a conversation: model, rule, buffers and graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,20 +10,24 @@ import torch
 from ..attention.backend import choose_backend
 from ..compiling.collectives import tensor_parallel_of
 from ..compiling.graphs import Graphs, check_ties
+from ..compiling.numerics import accumulation_dtype
 from ..config import EvictionConfig
-from ..decoding.tensor_parallel import check_rule
 from ..model import LanguageModel
 from ..requests.prompts import to_rows
-from ..scoring.aggregation import Aggregation
 from ..scoring.expected_attention import check_rotary
 from ..scoring.learned import load_scorer
 from .buffers import Buffers
 from .prefill import Prefill
-from .steps import Method
+from .rule import DecodingRule
+from .tensor_parallel import check_rule
 
 
 class Runtime:
-    """Stays from one conversation to the next. The arguments are those of `Decoder`."""
+    """The arguments are those of `Decoder`."""
+
+    rule: DecodingRule
+    graph_key: tuple[Any, ...]
+    """What graphs of decode steps depend on beside shapes: rules that agree in it share them."""
 
     def __init__(
         self,
@@ -48,19 +51,15 @@ class Runtime:
             to_rows(list(repeat_prefix), model.config.vocab_size, what="repeat_prefix")
         if compile and isinstance(model, torch.nn.Module):
             check_ties(model)
-        self.model, self.record, self.repeat_prefix = model, record, tuple(repeat_prefix)
-        self.on_draft = on_draft
+        self.model, self.repeat_prefix, self.on_draft = model, tuple(repeat_prefix), on_draft
         self.tp, self.checks_ranks = tensor_parallel_of(model), check_ranks
         if check_ranks and self.tp.size == 1:
             raise ValueError("check_ranks has no effect with a model on a single process")
-        backend = choose_backend(attention, model.device, model.dtype, compile)
-        self.method = Method(None, backend, tuple(dict.fromkeys(model.config.windows)))
-        self.aggregation: Aggregation | None = None
-        self.form: tuple[Any, ...] = ()
-        self._aggregations: dict[tuple[Any, ...], Aggregation] = {}
+        self.backend = choose_backend(attention, model.device, model.dtype, compile)
         self.graphs = Graphs(compile, model.device, on_compile)
-        self.buffers = Buffers(model)
-        self.prefill = Prefill(model, self.method, self.graphs, prefill_chunk)
+        self.buffers = Buffers(model, recorded_steps=record)
+        self._rules: dict[tuple[Any, ...], DecodingRule] = {}
+        self.prefill = Prefill(model, self._make_rule(None), self.graphs, prefill_chunk)
         self.use(eviction)
 
     def use(self, eviction: EvictionConfig | None) -> None:
@@ -70,51 +69,59 @@ class Runtime:
                 f"a rule is an EvictionConfig, as policy(name) gives it, or None; got {eviction!r}"
             )
         check_rule(eviction, self.tp)
-        if self.record and self.tp.size > 1:
-            raise ValueError(f"record: each of {self.tp.size} ranks has the scores of its own heads alone")
-        if self.record and (eviction is None or not eviction.scores_one_set):
-            raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
-        if self.record and eviction is not None and eviction.draft:
-            raise ValueError(f"record takes the steps of an answer, and not those of draft={eviction.draft}")
+        if self.buffers.recorded_steps:
+            self._check_recording(eviction)
         if self.repeat_prefix and (eviction is None or eviction.scorer != "reconstruction"):
             raise ValueError("repeat_prefix has no effect without scorer='reconstruction'")
-        aggregation = None if eviction is None else self._aggregation(eviction)
-        self.method, self.aggregation = replace(self.method, eviction=eviction), aggregation
-        self.buffers.scope = "shared" if eviction is None else eviction.scope
-        self.buffers.recorded_steps = self.record
-        self.due = torch.zeros(1, dtype=torch.bool) if self._takes_one_graph(eviction) else None
-        # What the graphs of decode steps depend on beside shapes: rules that agree in it share them.
-        self.form = ()
+        one_graph = self._takes_one_graph(eviction)
+        graph_key = () if eviction is None else (*eviction.graph_key, one_graph)
+        learned = None
         if eviction is not None:
-            self.form = (*eviction.form, self.buffers.recorded_steps, self.due is not None)
+            learned = self._learned(eviction)
+            if eviction.scorer == "expected_attention":
+                check_rotary(self.model)
+        rule = self._rules.get(graph_key)
+        if rule is None:
+            rule = self._rules[graph_key] = self._make_rule(eviction, learned, one_graph)
+        elif eviction is not None:
+            rule.follow(eviction)
+            if rule.learned is not None and learned is not None:  # the file may have changed
+                rule.learned.load_state_dict(learned.state_dict())
+        self.rule, self.graph_key = rule, graph_key
+        self.buffers.scope = "shared" if eviction is None else eviction.scope
+
+    @property
+    def drafted(self) -> int:
+        """Tokens of the rule's draft."""
+        return 0 if self.rule.config is None else self.rule.config.draft
+
+    def _make_rule(
+        self, eviction: EvictionConfig | None, learned: Any = None, one_graph: bool = False
+    ) -> DecodingRule:
+        model = self.model
+        sizes = (model.config.num_layers, model.config.windows, self.backend, model.dtype, model.device)
+        return DecodingRule(eviction, *sizes, learned=learned, tp=self.tp, one_graph=one_graph)
+
+    def _learned(self, eviction: EvictionConfig) -> Any:
+        """The scorer that the rule names a file of."""
+        if eviction.scorer_file is None:
+            return None
+        where = {"device": self.model.device, "dtype": accumulation_dtype(self.model.dtype)}
+        return load_scorer(eviction.scorer_file, self.model.config, **where)  # type: ignore[arg-type]
 
     def _takes_one_graph(self, eviction: EvictionConfig | None) -> bool:
-        """Whether steps with and without refresh are one graph, which scores at each of them. On a CPU that
-        costs next to nothing where the scores are sums of what attention computes anyway, and to compile a
-        second graph takes many seconds."""
+        """Whether steps with and without refresh share one graph, which always scores. On a CPU that costs
+        next to nothing if scores are sums of attention weights, and a second graph takes many seconds to
+        compile."""
         if eviction is None or not eviction.refreshes or self.buffers.recorded_steps:
             return False
         alone_on_cpu = self.model.device.type == "cpu" and self.tp.size == 1
         return self.graphs.enabled and alone_on_cpu and eviction.scorer == "attention"
 
-    @property
-    def drafted(self) -> int:
-        """Tokens of the rule's draft."""
-        return 0 if self.method.eviction is None else self.method.eviction.draft
-
-    def _aggregation(self, eviction: EvictionConfig) -> Aggregation:
-        """Of the rule's form, whose graphs read its buffers, with the rule's own numbers in them."""
-        model, known = self.model, self._aggregations.get(eviction.form)
-        dtype, device = torch.promote_types(model.dtype, torch.float32), model.device
-        learned = None
-        if eviction.scorer_file is not None:
-            learned = load_scorer(eviction.scorer_file, model.config, device=device, dtype=dtype)
-        if eviction.scorer == "expected_attention":
-            check_rotary(model)
-        if known is not None:
-            known.follow(eviction)
-            if known.learned is not None and learned is not None:  # the file may have changed
-                known.learned.load_state_dict(learned.state_dict())
-            return known
-        made = Aggregation(eviction, model.config.num_layers, dtype, device, learned)
-        return self._aggregations.setdefault(eviction.form, made)
+    def _check_recording(self, eviction: EvictionConfig | None) -> None:
+        if self.tp.size > 1:
+            raise ValueError(f"record: each of {self.tp.size} ranks has the scores of its own heads alone")
+        if eviction is None or not eviction.scores_one_set:
+            raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
+        if eviction.draft:
+            raise ValueError(f"record takes the steps of an answer, and not those of draft={eviction.draft}")

@@ -1,7 +1,7 @@
 """A conversation as a safetensors file.
 
-The tensors are the buffers of the cache and of the rows as they are, so that going on from them is exact; the
-metadata says what they belong to.
+The tensors are the buffers of the cache and of the batch as they are, so that going on from them is exact;
+the metadata says what they belong to.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch import Tensor, nn
 from ..cache.slot_cache import SlotCache
 from ..requests.results import Seconds, Stats
 from .batch import BatchState
-from .conversation import Conversation
+from .generation import ModelConversation
 from .runtime import Runtime
 
 FORMAT = "inertiakv conversation 2"
 _PLAIN = ("overfull", "tokens", "turn_step")  # what of a conversation is written as it is
 
 
-def save(conversation: Conversation, path: str | Path) -> None:
+def save(conversation: ModelConversation, path: str | Path) -> None:
     """Write a conversation. Raises ValueError for one whose K and V are spread over ranks."""
-    if conversation.engine.tp.size > 1:
+    if conversation.runtime.rule.tp.size > 1:
         raise ValueError("a conversation with a model on several ranks cannot be saved: none has all of it")
-    tensors = _buffers(conversation.cache, conversation.rows)
+    tensors = _buffers(conversation.cache, conversation.batch)
     if conversation.logits_BV is not None:
         tensors["logits"] = conversation.logits_BV
     stats = dataclasses.asdict(conversation.stats)
     stats.pop("graphs")
     state = {
-        **_identity(conversation.engine),
+        **_identity(conversation.runtime),
         "slots": conversation.cache.shape.slots,
         **{name: getattr(conversation, name) for name in _PLAIN},
         "stopped": sorted(conversation.stopped),
@@ -46,22 +46,22 @@ def save(conversation: Conversation, path: str | Path) -> None:
     save_file(contiguous, path, {"format": FORMAT, "state": json.dumps(state)})
 
 
-def read(engine: Runtime, path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(runtime: Runtime, path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The state and the tensors of a saved conversation, for `restore`. Raises ValueError for a file that is
     none, or that another model, dtype or eviction rule made."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no saved conversation at {path}")
     try:
-        with safe_open(path, "pt", device=str(engine.model.device)) as file:
+        with safe_open(path, "pt", device=str(runtime.model.device)) as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"{path} is no saved conversation ({FORMAT!r} expected)")
             state = json.loads(metadata["state"])
-            for name, ours in _identity(engine).items():
+            for name, ours in _identity(runtime).items():
                 if state[name] != ours:
                     raise ValueError(f"{path} was saved with {name} {state[name]}, this decoder has {ours}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            _check_complete(engine, state, tensors)
+            _check_complete(runtime, state, tensors)
     except SafetensorError as error:
         raise ValueError(f"{path} is no readable safetensors file: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
@@ -69,46 +69,49 @@ def read(engine: Runtime, path: str | Path) -> tuple[dict[str, Any], dict[str, T
     return state, tensors
 
 
-def restore(engine: Runtime, state: dict[str, Any], tensors: dict[str, Tensor]) -> Conversation:
-    """The conversation, in the place of the engine's former one."""
+def restore(runtime: Runtime, state: dict[str, Any], tensors: dict[str, Tensor]) -> ModelConversation:
+    """The conversation, in the place of the runtime's former one."""
     stats, slots = _stats(state), state["slots"]
     if state["overfull"]:
-        cache = engine.buffers.prompt_cache(stats.batch, slots - 1)
+        cache = runtime.buffers.prompt_cache(stats.batch, slots - 1)
     else:
-        cache = engine.buffers.decode_cache(stats.batch, slots)
+        cache = runtime.buffers.decode_cache(stats.batch, slots)
     cache.allocate()
-    rows = engine.buffers.rows(stats.batch)
-    for name, buffer in _buffers(cache, rows).items():
+    batch = runtime.buffers.batch_state(stats.batch)
+    for name, buffer in _buffers(cache, batch).items():
         buffer.copy_(tensors[name])
     plain = {name: state[name] for name in _PLAIN}
     logits_BV, stopped = tensors.get("logits"), set(state["stopped"])
-    return Conversation(engine, cache, rows, stats, **plain, logits_BV=logits_BV, stopped=stopped)
+    return ModelConversation(runtime, cache, batch, stats, **plain, logits_BV=logits_BV, stopped=stopped)
 
 
-def _buffers(cache: SlotCache, rows: BatchState) -> dict[str, Tensor]:
-    return nn.ModuleDict({"cache": cache, "rows": rows}).state_dict()
+def _buffers(cache: SlotCache, batch: BatchState) -> dict[str, Tensor]:
+    """The buffers by their names in a file."""
+    parts = {"layers": cache.layers, "tables": cache.retention}
+    return nn.ModuleDict({"cache": nn.ModuleDict(parts), "rows": batch}).state_dict()  # type: ignore[arg-type]
 
 
 def _stats(state: dict[str, Any]) -> Stats:
     return Stats(**{**state["stats"], "seconds": Seconds(**state["stats"]["seconds"])})
 
 
-def _check_complete(engine: Runtime, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _check_complete(runtime: Runtime, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Raise for a state or a tensor that is missing, of another shape or of another dtype."""
     stats = _stats(state)
     for name in (*_PLAIN, "stopped"):
         state[name]
-    shape = engine.buffers.shape(stats.batch, state["slots"])
-    cache = SlotCache(shape, dtype=engine.model.dtype, device="meta")
+    shape = runtime.buffers.shape(stats.batch, state["slots"])
+    cache = SlotCache(shape, dtype=runtime.model.dtype, device="meta")
     for name, buffer in _buffers(cache, BatchState(stats.batch, torch.device("meta"))).items():
         tensor = tensors[name]
         if (tensor.shape, tensor.dtype) != (buffer.shape, buffer.dtype):
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)} in the saved conversation")
 
 
-def _identity(engine: Runtime) -> dict[str, Any]:
-    """What a conversation cannot do without: the sizes of the model, its dtype, the eviction rule."""
-    model, eviction = engine.model, engine.method.eviction
+def _identity(runtime: Runtime) -> dict[str, Any]:
+    """What a conversation belongs to: sizes and dtype of the model, a checksum of its weights, the eviction
+    rule."""
+    model, eviction = runtime.model, runtime.rule.config
     sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size", "windows")
     embedding = next(model.parameters()) if isinstance(model, torch.nn.Module) else torch.zeros(1)
     rule = None if eviction is None else dataclasses.asdict(eviction)

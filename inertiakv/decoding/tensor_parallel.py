@@ -1,4 +1,4 @@
-"""What processes that hold one model together must agree in: the rule, and at every step the outcome."""
+"""Checks for tensor parallelism: rules that it supports, and agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OF_ALL_HEADS: tuple[ScorerName, ...] = ("entropy", "learned", "reconstruction")
 
 
 def check_rule(eviction: EvictionConfig | None, tp: TensorParallel) -> None:
-    """Raise ValueError for a rule by which ranks, each with its own heads, would not keep what one process
-    with all of them keeps."""
+    """Raise ValueError for a rule by which ranks, each with its own heads, would keep other tokens than one
+    process with all heads."""
     if eviction is None or tp.size == 1:
         return
     rule = f"scorer={eviction.scorer!r}, scope={eviction.scope!r}"
@@ -36,11 +36,11 @@ def check_rule(eviction: EvictionConfig | None, tp: TensorParallel) -> None:
         raise ValueError(f"{problem}: not with the model on {tp.size} ranks")
 
 
-def check_agreement(tp: TensorParallel, token_B: Tensor, tables: Sequence[RetentionSets]) -> None:
-    """Raise RuntimeError, on all ranks, where they have not chosen the same tokens, or, of sets that all of
-    them have, not kept the same. For debugging: it waits for the device."""
+def check_agreement(tp: TensorParallel, token_B: Tensor, retention: Sequence[RetentionSets]) -> None:
+    """Raise RuntimeError, on all ranks, if they have chosen different tokens, or kept different ones in
+    sets that they share. For debugging: it waits for the device."""
     compared = {"tokens": token_B}
-    for index, sets in enumerate(tables):
+    for index, sets in enumerate(retention):
         compared |= {f"kept set {index}": sets.position_BXN, f"utilities {index}": sets.utility_BXN}
     mine = torch.cat([tensor.flatten().double() for tensor in compared.values()])
     of_ranks = tp.gather(mine).unflatten(0, (tp.size, -1))

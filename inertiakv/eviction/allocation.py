@@ -5,7 +5,6 @@ Shape letters: B batch, X retention sets, N slots.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,29 +12,12 @@ from torch import Tensor
 
 from .rule import retained
 
-PYRAMID_BETA = 20
-"""The last layer of a pyramid gets this part of the mean (PyramidKV's beta)."""
 SAFEGUARD = 5
 """This part of the budget is spread evenly over the heads of a layer (AdaKV's safeguard, 0.2)."""
 
 
-def pyramid(budget: int, protected: int, prompt: int, num_layers: int) -> list[int]:
-    """A budget for each layer, falling in a straight line from twice the mean to a 20th of it, beside what is
-    protected in each; where that is more than the prompt has, from the whole prompt to what is left then
-    (PyramidKV, arXiv 2406.02069, and its authors' code). The whole numbers add up to `num_layers * budget`.
-    """
-    free = budget - protected
-    most = min(2 * free - free / PYRAMID_BETA, prompt - protected)
-    fall = (2 * most - 2 * free) / max(1, num_layers - 1)
-    ends = [0.0]
-    for layer in range(num_layers):
-        ends.append(ends[-1] + (most - fall * layer if num_layers > 1 else free))
-    bounds = [round(end) for end in ends]
-    return [max(1, protected + hi - lo) for lo, hi in pairwise(bounds)]
-
-
 class Ranked(NamedTuple):
-    """Sets of tokens about to be evicted to budget, and what decides which of them stay."""
+    """Retention sets to be evicted to budget, with what decides which tokens stay."""
 
     position_BXN: Tensor
     utility_BXN: Tensor
@@ -44,10 +26,9 @@ class Ranked(NamedTuple):
 
 
 def joint(sets: Ranked, least_B: Tensor, even: int | None) -> Tensor:
-    """Bool mask of the tokens that stay when these sets share their budgets, and so how many each keeps: as
-    many as it has among the best of all sets together, after the protected ones. With `even`, one part in so
-    many is left out of the comparison and spread evenly. Each set keeps its own best, no fewer than
-    `least_B`.
+    """Bool mask of the tokens that stay when the sets share their budgets. Protected tokens stay first;
+    then each set keeps as many as it has among the best of all sets together, at least `least_B`. With
+    `even`, one part in `even` of the budget is spread evenly instead.
 
     AdaKV (arXiv 2407.11550) does so with the heads of a layer, and spreads a fifth evenly, its safeguard.
     KVzip (arXiv 2505.23416) does so with all heads of all layers, without one.

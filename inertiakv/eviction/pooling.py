@@ -1,4 +1,4 @@
-"""Utilities pooled over neighbouring positions, so that spans are kept and not their heads alone.
+"""Utilities pooled over neighbouring positions, to keep whole spans.
 
 Shape letters: N slots, after any others.
 """
@@ -21,12 +21,12 @@ class Pooling(NamedTuple):
 def pooled(
     position_N: Tensor, utility_N: Tensor, protected_N: Tensor, width: int, by: Literal["max", "mean"]
 ) -> Tensor:
-    """Each token's utility replaced by the largest, or the mean, of those held within `width // 2` positions
-    of its own: what one query looks at is the head of a span whose rest is needed a few steps later.
+    """Replace each token's utility by the maximum or mean over cached tokens within `width // 2` positions.
+    A query looks at the head of a span; the rest of it is needed a few steps later.
 
-    Protected tokens are left out, and come out as 0: they stay whatever they are worth, and a neighbour of
-    the first token, which all look at, is worth no more for it (so SnapKV, arXiv 2404.14469, pools the tokens
-    before its window alone)."""
+    Protected tokens are left out and get 0: they stay anyway, and neighbours of the first token, which
+    every query looks at, should not profit from it. (SnapKV, arXiv 2404.14469, likewise pools only the
+    tokens before its window.)"""
     position_N = torch.where(protected_N, EMPTY, position_N)
     occupied_N = position_N > EMPTY
     order_N = torch.where(occupied_N, position_N, NO_POSITION).argsort(-1)

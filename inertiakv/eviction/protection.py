@@ -1,5 +1,5 @@
-"""What is never evicted. Protection is a mask and never an addition to the utility, which low precision would
-swallow.
+"""Tokens that are never evicted. Protection is a mask, not a bonus to the utility, which low precision
+could swallow.
 
 Shape letters: B batch, X retention sets, N slots, S segments.
 """
@@ -15,8 +15,8 @@ from ..cache.retention import EMPTY
 
 
 class Limits(NamedTuple):
-    """What is never evicted from a row: positions at the start of the sequence, the newest, and some spaced
-    evenly over its prompt. `spaced_B` None: none of these."""
+    """How many tokens of a row are never evicted: at the start of the sequence (sinks), the newest
+    (recent), and spaced evenly over the prompt (None: none)."""
 
     sinks_B: Tensor
     recent_B: Tensor

@@ -1,8 +1,7 @@
 """The one eviction rule: the lowest utility goes, and of equals the oldest; protected tokens stay.
 
-It is written twice, since it is needed in two forms: one token a decode step, inside the graph, and any
-number at once after a prompt. `compile_tests` holds the two to each other. Nothing here depends on the order
-of slots.
+It exists in two forms: one token per decode step, inside the graph, and many at once after a prompt. Tests
+check that they agree. Nothing here depends on the order of slots.
 
 Shape letters: N slots, after any others.
 """

@@ -1,1 +1,1 @@
-"""Bridges to other libraries. Each is imported by itself, since it needs its library."""
+"""Doors to other libraries. Each is imported by itself, since it needs its library."""

@@ -1,4 +1,4 @@
-"""What InertiaCache can work with, asked before any work is done."""
+"""Checks of models and rules for InertiaCache, before any work is done."""
 
 from __future__ import annotations
 

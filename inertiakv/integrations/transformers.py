@@ -3,10 +3,9 @@
     cache = InertiaCache(model, EvictionConfig(compression=0.9, refresh=4))
     model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
 
-A model of transformers hands K and V to its cache, and then looks up in its config what attends. The cache
-writes its own name there for as long as that takes: what is registered under it, a maker of masks and an
-attention function, puts back what was there before it does anything else. Nothing else of the model is
-touched.
+A model of transformers hands K and V to its cache, then looks up the attention function by a name in its
+config. The cache puts its own name there just before; the mask and attention functions registered under it
+first restore the old name. Nothing else of the model is touched.
 
 Shape letters: B batch, T tokens of a pass, S all tokens so far with their padding, H query heads, G KV heads,
 D head dim, L tokens that a sliding layer still has.
@@ -24,14 +23,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..attention.dense import Softmax
+from ..attention.forward_state import ForwardState
 from ..attention.mask import visible
 from ..cache.retention import EMPTY
 from ..cache.slot_cache import SlotCache
+from ..compiling.numerics import accumulation_dtype
 from ..config import EvictionConfig
-from ..decoding.forward import LayerView, Seen
+from ..decoding.forward import attention as attend_to
 from ..scoring.learned import LearnedScorer, load_scorer
 from .checks import NAME, check_implementation, check_model, check_rule, of_evicted_layers
-from .driven import Attention, DrivenConversation
+from .layerwise import Attention, LayerwiseConversation
 
 _uncompiled = torch.compiler.disable(reason="InertiaCache runs as it is: compile without fullgraph=True")
 
@@ -73,13 +74,13 @@ class InertiaCache(Cache):
 
     @property
     def slots(self) -> SlotCache | None:
-        """K, V and tables of the layers that are evicted, None before the first pass."""
-        return None if self._driven is None else self._driven.cache
+        """K, V and retention sets of the layers that are evicted, None before the first pass."""
+        return None if self._conversation is None else self._conversation.cache
 
     @property
     def sequence_tokens(self) -> list[int]:
         """Tokens of each row that have gone through the cache, evicted or not."""
-        return [] if self._driven is None else self._driven.rows.position_B.tolist()
+        return [] if self._conversation is None else self._conversation.batch.position_B.tolist()
 
     @property
     def kept_tokens(self) -> list[float]:
@@ -97,7 +98,7 @@ class InertiaCache(Cache):
         """Forget everything."""
         own = self._own_layers()
         self.layers: list[Any] = [_Layer(self) if i in self._evicted else own[i] for i in range(len(own))]
-        self._driven: DrivenConversation | None = None
+        self._conversation: LayerwiseConversation | None = None
         self._position_BS: Tensor | None = None  # of all tokens so far, `EMPTY` for padding
         self._past = 0  # tokens of a row in former passes
         self._layer = 0  # the one that attends next
@@ -174,11 +175,13 @@ class InertiaCache(Cache):
             else:
                 if layer == self._evicted[0]:
                     self._begin(k_BGTD, self._position_BS[:, -length:] > EMPTY)
-                assert self._driven is not None
-                self._driven.check(layer, k_BGTD, v_BGTD)
-                out_BHTD = self._driven.attend(self._evicted.index(layer), q_BHTD, k_BGTD, v_BGTD, attention)
+                assert self._conversation is not None
+                self._conversation.check(layer, k_BGTD, v_BGTD)
+                out_BHTD = self._conversation.attend(
+                    self._evicted.index(layer), q_BHTD, k_BGTD, v_BGTD, attention
+                )
                 if layer == self._evicted[-1]:
-                    self._driven.end()
+                    self._conversation.end()
             self._layer += 1
             if self._layer == len(self.layers):
                 self._layer, self._past = 0, self._past + length
@@ -221,24 +224,26 @@ class InertiaCache(Cache):
                 "can be left out"
             )
         if not torch.equal(kept_BS, position_BS):
-            assert self._driven is not None
-            self._driven.forget_from(length_B1[:, 0])
+            assert self._conversation is not None
+            self._conversation.forget_from(length_B1[:, 0])
         return kept_BS
 
     def _begin(self, k_BGTD: Tensor, real_BT: Tensor) -> None:
-        driven = self._driven
-        if driven is None:
+        conversation = self._conversation
+        if conversation is None:
             windows = [self._windows[i] for i in self._evicted]
-            driven = DrivenConversation(self.eviction, windows, real_BT, k_BGTD, self._scorer(k_BGTD))
-            self._driven = driven
-        driven.begin(real_BT)
+            conversation = LayerwiseConversation(
+                self.eviction, windows, real_BT, k_BGTD, self._scorer(k_BGTD)
+            )
+            self._conversation = conversation
+        conversation.begin(real_BT)
 
     def _scorer(self, k_BGTD: Tensor) -> LearnedScorer | None:
         if self.eviction.scorer_file is None:
             return None
         heads = self._config.num_attention_heads
         sizes = SimpleNamespace(num_heads=heads, num_kv_heads=k_BGTD.shape[1], head_dim=k_BGTD.shape[3])
-        dtype = torch.promote_types(k_BGTD.dtype, torch.float32)
+        dtype = accumulation_dtype(k_BGTD.dtype)
         return load_scorer(self.eviction.scorer_file, sizes, device=k_BGTD.device, dtype=dtype)
 
     def _attend_alone(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, attention: Attention) -> Tensor:
@@ -251,12 +256,10 @@ class InertiaCache(Cache):
         column_S = torch.arange(self._position_BS.shape[1], device=q_BHTD.device)
         column_BS = torch.where(self._position_BS > EMPTY, column_S, EMPTY)
         query_BT, position_BXL = column_BS[:, -length:], column_BS[:, None, -held:]
-        masks = {window: visible(position_BXL, query_BT, window)} if length == 1 else {}
-        nothing_BXT = position_BXL[..., :0]
-        seen = Seen(query_BT, nothing_BXT, position_BXL, masks, {}, "dense", held, None)
-        kv: Any = SimpleNamespace(k_BGND=k_BGLD, v_BGND=v_BGLD)
-        view = LayerView(kv, seen, None, None)
-        return view.attend(q_BHTD, k_BGLD, v_BGLD, window=window, scale=scale, softmax=softmax)
+        masks = (visible(position_BXL, query_BT, window),) if length == 1 else ()
+        state = ForwardState(query_BT, None, "dense", (window,), end_slot=held)
+        state = state._replace(position_BXN=position_BXL, visible_BXTN=masks)
+        return attend_to(state, q_BHTD, k_BGLD, v_BGLD, window, scale, softmax, weighs=False)[0]
 
     def _own_layers(self) -> list[Any]:
         """What transformers would take: its sliding layers are used as they are."""
@@ -278,7 +281,7 @@ class InertiaCache(Cache):
 
 
 class _Lent(str):
-    """Our name in a model's config: who wrote it there, and what had been there."""
+    """Our name in a model's config, with the cache that put it there and the name before."""
 
     def __new__(cls, cache: InertiaCache, before: str | None) -> _Lent:
         name = super().__new__(cls, NAME)

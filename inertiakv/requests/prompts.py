@@ -1,4 +1,4 @@
-"""Checks of what users hand in, before any work is done."""
+"""Prompts as token ids, checked before any work is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a generation hands back."""
+"""Results of a generation: tokens, finish reasons, statistics."""
 
 from __future__ import annotations
 

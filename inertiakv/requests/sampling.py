@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..compiling.randomness import uniform
+from ..compiling.numerics import uniform
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From token ids to text on the host: strings that end a row, and text that appears as its tokens do."""
+"""From token ids to text: stop strings, and text that streams with its tokens."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Expected attention: what queries not yet seen will look at (arXiv 2510.00636; the authors' kvpress has it).
+"""Expected attention: the attention that future queries are expected to pay (arXiv 2510.00636, as in
+kvpress).
 
-Queries before RoPE are taken for a Gaussian, of the mean and covariance of those seen. Turned by the mean
-rotation of the next positions, it gives the expectation of exp(q . k * scale) in closed form, which takes the
-place of attention.
+Queries before RoPE are modelled as a Gaussian with the mean and covariance of those seen. Rotated by the
+mean rotation of the next positions, it gives the expectation of exp(q . k * scale) in closed form.
 
 Shape letters: B batch, T queries, H query heads, G KV heads, R query heads of a KV head, N slots, D head dim,
 P = D / 2 rotated pairs.
@@ -24,8 +24,8 @@ SINKS = 4
 
 
 class Rotations(NamedTuple):
-    """How queries were rotated, and how those to come will be on average: cosines and sines of each pair
-    (i, i + D / 2) of a head."""
+    """Cosines and sines of each pair (i, i + D / 2) of a head: of the queries seen, and the mean over
+    future ones."""
 
     cos_BTP: Tensor
     sin_BTP: Tensor
@@ -72,7 +72,7 @@ def expected_weights(
 
 
 def _as_future(q_BHTD: Tensor, r: Rotations) -> Tensor:
-    """Queries with their own rotation undone, turned by the mean one of those to come."""
+    """Queries with their own rotation undone and the mean future rotation applied."""
     length_B1TP = (r.cos_BTP.square() + r.sin_BTP.square())[:, None]  # not 1 where RoPE scales attention
     q_BHTD = _turn(q_BHTD, r.cos_BTP[:, None] / length_B1TP, -r.sin_BTP[:, None] / length_B1TP)
     return _turn(q_BHTD, r.future_cos_BP[:, None, None], r.future_sin_BP[:, None, None])

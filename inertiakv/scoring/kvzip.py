@@ -1,12 +1,12 @@
-"""KVzip's scores: what the model looks at when it repeats the prompt (arXiv 2505.23416).
+"""KVzip's scores: the attention that the model pays while it repeats the prompt (arXiv 2505.23416).
 
-Chunk by chunk the prompt is given once more, behind itself, and a token of it is worth the most attention
-that any of these queries pays to it. They see the whole prompt and one another; the softmax of the score is
-over the chunk, the sinks and themselves alone. Nothing of a repetition is kept.
+The prompt is fed again behind itself, chunk by chunk. A token's score is the maximum attention that any
+query of its chunk's repetition pays to it. These queries attend over the whole prompt and one another; the
+softmax of the score is over the chunk, the sinks and the queries only. Nothing of a repetition is cached.
 
-That costs as much as several prefills, on a CPU as three or four: every token goes through the model again,
-behind all of the prompt, and the attention to its chunk is computed a second time for its weights. Positions
-run on behind the prompt, by a chunk at most.
+This costs three or four prefills on a CPU: every token goes through the model again, attends over the whole
+prompt, and its chunk's attention is computed a second time for the weights. Positions go on behind the
+prompt, by a chunk at most.
 
 Shape letters: B batch, T query tokens, H query heads, G KV heads, X retention sets, N slots, C prompt tokens
 of a chunk, S sinks, D head dim.
@@ -23,9 +23,8 @@ from torch import Tensor
 from ..attention.dense import dense_chunk, most_attention
 from ..cache.retention import EMPTY, RetentionSets
 from ..cache.slot_cache import LayerCache, SlotCache
-from ..decoding.batch import BatchState
 from ..model import LanguageModel
-from .aggregation import Aggregation, Coefficients, updated
+from .aggregation import Coefficients, updated
 from .scorers import by_set
 
 CHUNK = 2048
@@ -54,14 +53,14 @@ class Repetition(NamedTuple):
 def reconstruct(
     model: LanguageModel,
     cache: SlotCache,
-    rows: BatchState,
-    aggregation: Aggregation,
+    position_B: Tensor,
+    coefficients: dict[int, Coefficients],
     tokens: list[list[int]],
     *,
     prefix: Sequence[int],
     sinks: int,
 ) -> None:
-    """Score the tokens that the rows have just put into the cache, each its own: their utilities, in place.
+    """Score the tokens that have just been entered into the cache: sets their utilities, in place.
 
     `prefix`: token ids before every repetition, an instruction say. `sinks`: positions that are not evicted.
     """
@@ -78,14 +77,14 @@ def reconstruct(
         chunk_BC, offset_C = _padded(chunks, cache.device)
         slot_BC = (cache.retention[0].free_BX[:, 0] - length_B + start)[:, None] + offset_C
         repetition = Repetition(
-            torch.where(token_BT >= 0, rows.position_B[:, None] + offset_T, EMPTY),
+            torch.where(token_BT >= 0, position_B[:, None] + offset_T, EMPTY),
             torch.where(chunk_BC >= 0, slot_BC, filled),
-            rows.position_B - length_B + start,
+            position_B - length_B + start,
             min(sinks, filled),
             filled,
             even,
         )
-        model(token_BT.clamp_min(0), repetition.positions_BT, RepetitionView(cache, aggregation, repetition))
+        model(token_BT.clamp_min(0), repetition.positions_BT, RepetitionPass(cache, coefficients, repetition))
 
 
 def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -95,21 +94,24 @@ def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor
     return padded, torch.arange(longest, device=device)
 
 
-class RepetitionView:
-    """The view of a pass that repeats a chunk."""
+class RepetitionPass:
+    """The forward pass of a repetition, in place of `ForwardPass`."""
 
-    def __init__(self, cache: SlotCache, aggregation: Aggregation, repetition: Repetition) -> None:
-        self.cache, self.repetition = cache, repetition
-        self.coefficients = aggregation.by_layer()
+    def __init__(
+        self, cache: SlotCache, coefficients: dict[int, Coefficients], repetition: Repetition
+    ) -> None:
+        self.cache, self.coefficients, self.repetition = cache, coefficients, repetition
 
     def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
         sets = self.cache.sets_of(index)
-        view = LayerView(self.repetition, self.cache.layers[index], sets, self.coefficients.get(index))
-        return layer(x_BTE, *args, view)
+        layer_pass = RepetitionLayerPass(
+            self.repetition, self.cache.layers[index], sets, self.coefficients.get(index)
+        )
+        return layer(x_BTE, *args, layer_pass)
 
 
-class LayerView:
-    """The view of one of its layers, of which those with `coefficients` score."""
+class RepetitionLayerPass:
+    """What one of its layers attends through; those with `coefficients` score."""
 
     def __init__(
         self, repetition: Repetition, kv: LayerCache, sets: RetentionSets, coefficients: Coefficients | None
@@ -136,8 +138,8 @@ class LayerView:
         return dense_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, *ends)
 
     def _keys(self, k_BGTD: Tensor, own_BXT: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys that scores are made with, of S sinks, C tokens of the chunk and T queries, and their
-        positions, `EMPTY` for those that do not count."""
+        """The keys of the score's softmax (S sinks, C tokens of the chunk, T queries) and their positions,
+        `EMPTY` for padding."""
         r, position_BXN = self.repetition, self.sets.position_BXN
         sinks_BXS = position_BXN[..., : r.sinks]
         sinks_BXS = torch.where(sinks_BXS < r.first_B.clamp_max(r.sinks)[:, None, None], sinks_BXS, EMPTY)

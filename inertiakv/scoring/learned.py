@@ -1,4 +1,4 @@
-"""The learned scorer: one bilinear form of a query and a key for the whole model, and its file.
+"""The learned scorer: one bilinear form of query and key for the whole model, and its file.
 
 `s[i] = (Wk k[i]) . (Wq q) / sqrt(64)` with q and k after RoPE, heads concatenated (arXiv 2609.03515).
 `scripts/train_scorer.py` distils it from a model's own attention.
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..compiling.numerics import accumulation_dtype
 from ..model import Sizes
 
 RANK = 64
@@ -27,8 +28,8 @@ RANK = 64
 class LearnedScorer(nn.Module):
     """Scores keys by a query, one pair of matrices for all layers: `wk` [R, G*D] and `wq` [R, H*D].
 
-    Made at random, so that a normalised key or query comes out at about its own length: train it, or load one
-    with `load_scorer`. Raises ValueError for sizes that are no sizes.
+    Initialised at random, so that a normalised key or query keeps its length: train it, or load one with
+    `load_scorer`. Raises ValueError for sizes below 1.
     """
 
     def __init__(
@@ -49,16 +50,17 @@ class LearnedScorer(nn.Module):
         self.wq = nn.Parameter(torch.randn(RANK, queries, generator=generator) / math.sqrt(queries))
 
     def direction(self, q_BHD: Tensor) -> Tensor:
-        """What a key is multiplied by for its score, `wk^T wq q / sqrt(R)`, [B, G, D], float32 or wider.
+        """The vector whose product with a key is its score, `wk^T wq q / sqrt(R)`, [B, G, D], float32 or
+        wider.
 
-        So K is read once and as it is, and nothing of its length is made in between. Raises ValueError for
-        queries of another shape than this scorer's.
+        With it K is read once, in its own dtype. Raises ValueError for queries of another shape than this
+        scorer's.
         """
         if q_BHD.shape[1:] != (self.num_heads, self.head_dim):
             raise ValueError(
                 f"queries are [B, {self.num_heads}, {self.head_dim}] to this scorer, got {list(q_BHD.shape)}"
             )
-        wide = torch.promote_types(torch.float32, torch.promote_types(q_BHD.dtype, self.wq.dtype))
+        wide = accumulation_dtype(torch.promote_types(q_BHD.dtype, self.wq.dtype))
         query_BR = q_BHD.flatten(1).to(wide) @ self.wq.to(wide).T
         return (query_BR / math.sqrt(RANK) @ self.wk.to(wide)).unflatten(-1, (-1, self.head_dim))
 
@@ -113,7 +115,7 @@ def load_scorer(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> LearnedScorer:
-    """The scorer at `path`, without gradients, for a model of these sizes (its `config`).
+    """Load the scorer at `path`, without gradients, for a model of these sizes (its `config`).
 
     Raises ValueError for a file that is missing, is no scorer, or was trained for other sizes.
     """

@@ -1,8 +1,7 @@
-"""A conversation whose model runs by itself: nobody asks it for a pass, it comes layer by layer.
+"""A conversation whose model runs by itself and calls in layer by layer.
 
-What a pass is for shows in how many tokens it brings. Several are a prompt, or after an answer a further
-turn; one, once there is a prompt, is a decode step. All else, masks, scores, budgets, what is evicted and
-when, are the passes of `steps`.
+The number of tokens tells what a pass is: several are a prompt or, after an answer, a further turn; one,
+once there is a prompt, is a decode step. Everything else is as in `inertiakv.decoding.steps`.
 
 Shape letters: B batch, T tokens of a pass, t those of a part of it, H query heads, G KV heads, N slots, D
 head dim, W last queries of a prompt, X retention sets.
@@ -12,21 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..attention.dense import Softmax
-from ..cache.budgets import Budgets, settle
+from ..cache.budgets import Budgets, set_budgets_after_prompt
 from ..cache.retention import EMPTY
 from ..cache.slot_cache import CacheShape, SlotCache, bucket
 from ..config import MAX_BUDGET, EvictionConfig
 from ..decoding.batch import BatchState
-from ..decoding.forward import CacheView, LayerView
-from ..decoding.steps import Method, chosen, chunk_pass, decode_pass, evicting_pass
-from ..scoring.aggregation import Aggregation
+from ..decoding.conversation import Conversation
+from ..decoding.forward import ForwardPass, LayerPass
+from ..decoding.rule import DecodingRule
+from ..decoding.steps import chosen, chunk_state, decode_state, evicting_state
 from ..scoring.learned import LearnedScorer
 
 ROOM = 256
@@ -45,7 +45,7 @@ class Attention(NamedTuple):
 class Part:
     """Columns of a pass that are treated alike."""
 
-    view: CacheView
+    forward: ForwardPass
     columns: slice
     active_B: Tensor | None = None
     """Rows that the part brings a token, where it brings one at most."""
@@ -53,8 +53,8 @@ class Part:
     """It scores together with the last queries before it, and what stays is chosen after it."""
 
 
-class DrivenConversation:
-    """Begin a pass, attend in each layer, end the pass. Broken off in between it is of no use."""
+class LayerwiseConversation(Conversation):
+    """For each pass: `begin`, `attend` in each layer, `end`. Broken off in between, it is of no use."""
 
     def __init__(
         self,
@@ -66,21 +66,17 @@ class DrivenConversation:
     ) -> None:
         """`windows`: of each layer. The rest: of the first pass, whose layers are all like the one of
         `k_BGTD`."""
-        batch, heads, length, head_dim = k_BGTD.shape
-        self.eviction, self.dtype, self.device = eviction, k_BGTD.dtype, k_BGTD.device
-        self.method = Method(eviction, "dense", tuple(dict.fromkeys(windows)))
-        self.layers = len(windows)
-        score_dtype = torch.promote_types(self.dtype, torch.float32)
-        self.aggregation = Aggregation(eviction, self.layers, score_dtype, self.device, learned)
-        self.rows = BatchState(batch, self.device)
-        self.cache = SlotCache(
-            CacheShape(self.layers, batch, heads, bucket(length + 1), head_dim, eviction.scope),
-            dtype=self.dtype,
-            device=self.device,
+        rows, heads, length, head_dim = k_BGTD.shape
+        self.dtype, self.device, self.layers = k_BGTD.dtype, k_BGTD.device, len(windows)
+        rule = DecodingRule(
+            eviction, self.layers, tuple(windows), "dense", self.dtype, self.device, learned=learned
         )
-        for sets in self.cache.retention:
+        shape = CacheShape(self.layers, rows, heads, bucket(length + 1), head_dim, eviction.scope)
+        cache = SlotCache(shape, dtype=self.dtype, device=self.device)
+        for sets in cache.retention:
             sets.budget_BX.fill_(MAX_BUDGET)
-        self.turn_step = 0  # decode steps of this turn: the refresh schedule's t
+        super().__init__(rule, cache, BatchState(rows, self.device))
+        self.config = eviction
         self._first_turn, self._reading = True, False  # a prompt is being read, or a turn
         self._room: float = 0  # tokens that may come before the cache has to grow
         self._parts: list[Part] = []
@@ -90,7 +86,7 @@ class DrivenConversation:
 
     def begin(self, real_BT: Tensor) -> None:
         """A pass. Those of its tokens that are not real are padding; a row's last one is real, if any is."""
-        length, at_first_step = real_BT.shape[1], self.eviction.evict_at == "first_step"
+        length, at_first_step = real_BT.shape[1], self.config.evict_at == "first_step"
         if length == 1 and (self._reading or self.turn_step > 0):
             if self._reading:
                 self._end_prompt()
@@ -133,7 +129,7 @@ class DrivenConversation:
             length = q_BHtD.shape[2]
             if part.evicts_prompt and layer in self._queries_BHWD:
                 q_BHtD = torch.cat((self._queries_BHWD[layer], q_BHtD), dim=2)
-            out_BHtD = part.view.run_layer(layer, _attend, q_BHtD, k_BGtD, v_BGtD, *attention)
+            out_BHtD = part.forward.run_layer(layer, _attend, q_BHtD, k_BGtD, v_BGtD, *attention)
             outs.append(out_BHtD[:, :, -length:])
             if part.active_B is None:
                 self._remember(layer, q_BHtD)
@@ -142,10 +138,10 @@ class DrivenConversation:
     def end(self) -> None:
         """Of the pass, once all layers have attended."""
         for part in self._parts:
-            part.view.finish()
+            part.forward.finish()
             if part.active_B is None:
                 continue
-            self.rows.position_B.add_(part.active_B)
+            self.batch.position_B.add_(part.active_B)
             self.turn_step += 1
             self._room -= 1
             if part.evicts_prompt:
@@ -155,11 +151,11 @@ class DrivenConversation:
     def forget_from(self, positions_B: Tensor) -> None:
         """Drop the tokens at these positions and after them."""
         self.cache.forget_from(positions_B)
-        self.rows.position_B.copy_(positions_B)
+        self.batch.position_B.copy_(positions_B)
 
     def _remember(self, layer: int, q_BHTD: Tensor) -> None:
         """The last queries of a prompt, which score it when it is evicted."""
-        if self.eviction.window == 0:
+        if self.config.window == 0:
             return
         if layer in self._queries_BHWD:
             q_BHTD = torch.cat((self._queries_BHWD[layer], q_BHTD), dim=2)
@@ -177,13 +173,14 @@ class DrivenConversation:
         """Have the tokens of each row, oldest first, in the cache's first slots, and room for these behind
         them."""
         most = int((self.cache.most_B + real_BT.sum(-1)).max())
-        tidy = self._reading or int(self.rows.position_B.max()) == 0
+        tidy = self._reading or int(self.batch.position_B.max()) == 0
         if not tidy or self.cache.shape.slots < most + 1:
-            self._move(bucket(most + 1), self.cache.everything())
+            self.move_to(self._new_cache(bucket(most + 1)))
+            self._measure()
 
     def _chunk_part(self, real_BT: Tensor) -> Part:
         """Tokens that are entered behind the others, and not scored."""
-        cache, rows, length = self.cache, self.rows, real_BT.shape[1]
+        cache, batch, length = self.cache, self.batch, real_BT.shape[1]
         base_B, offset_BT = cache.most_B, real_BT.cumsum(-1) - 1
         filled = int(base_B.max())
         whole = bool(real_BT.all()) and bool((cache.mean_B == filled).all())
@@ -191,84 +188,81 @@ class DrivenConversation:
         # Padding lands in the last slot, which no prompt fills.
         slots_BT = torch.where(real_BT, base_B[:, None] + offset_BT, cache.shape.slots - 1)
         left_T = torch.arange(length, 0, -1, device=self.device)
-        step = chunk_pass(
-            self.method,
-            torch.where(real_BT, rows.position_B[:, None] + offset_BT, EMPTY),
+        state = chunk_state(
+            self.rule,
+            torch.where(real_BT, batch.position_B[:, None] + offset_BT, EMPTY),
             slots_BT,
             # As if no padding came between a token and the last one.
             int(torch.where(real_BT, slots_BT + left_T, 0).max()),
             filled if whole else None,
         )
-        view = CacheView(cache, step)
+        forward = ForwardPass(cache, state)
+        forward.begin()
         for sets in cache.retention:
             sets.free_BX.copy_((base_B + count_B)[:, None])
-        rows.position_B.add_(count_B)
-        if self.eviction.window:  # of the last tokens, behind all padding
+        batch.position_B.add_(count_B)
+        if self.config.window:  # of the last tokens, behind all padding
             real_BW = torch.cat((self._real_BW, real_BT), dim=1)
-            self._order_BW = real_BW.int().argsort(dim=-1, stable=True)[:, -self.eviction.window :]
+            self._order_BW = real_BW.int().argsort(dim=-1, stable=True)[:, -self.config.window :]
             self._real_BW = real_BW.gather(1, self._order_BW)
-        return Part(view, slice(0, length))
+        return Part(forward, slice(0, length))
 
     def _end_prompt(self) -> None:
         """All of it has been read: set budgets, and evict where that does not wait for the first step."""
         if self._first_turn:
-            lengths = self.rows.position_B.tolist()
-            budgets = Budgets(self.eviction, lengths, self.layers)
-            self.rows.start(lengths, budgets.protection)
-            self.rows.position_B.copy_(self.rows.prompt_B)
-            for sets, of_rows in zip(self.cache.retention, budgets.by_layer, strict=False):
-                sets.budget_BX.copy_(torch.tensor(of_rows)[:, None])
+            lengths = self.batch.position_B.tolist()
+            budgets = Budgets(self.config, lengths, self.layers)
+            self.batch.start(lengths, budgets.protection)
+            self.batch.position_B.copy_(self.batch.prompt_B)
+            self.set_budgets(budgets)
         self._first_turn = self._reading = False
-        if self.eviction.evict_at == "prompt":
+        if self.config.evict_at == "prompt":
             part = self._evicting_part(self._real_BW[:, :0], slice(0, 0))
             for layer, q_BHWD in self._queries_BHWD.items():
-                part.view.run_layer(layer, _attend, q_BHWD, q_BHWD, q_BHWD, *self._attention[layer])
+                part.forward.run_layer(layer, _attend, q_BHWD, q_BHWD, q_BHWD, *self._attention[layer])
             self._compact()
 
     def _evicting_part(self, real_BT: Tensor, columns: slice) -> Part:
         """The new token, if there is one, and the last ones of the prompt, which score it together."""
-        cache, rows, new = self.cache, self.rows, real_BT.shape[1] == 1
-        rows.finished_B.copy_(~real_BT[:, 0] if new else torch.zeros_like(rows.finished_B))
-        fed_B = ~rows.finished_B | cache.overfull_B
+        cache, batch, new = self.cache, self.batch, real_BT.shape[1] == 1
+        batch.finished_B.copy_(~real_BT[:, 0] if new else torch.zeros_like(batch.finished_B))
+        fed_B = ~batch.finished_B | cache.overfull_B
         real_BT = torch.cat((self._real_BW, real_BT), dim=1)
-        step = evicting_pass(self.method, rows, real_BT, fed_B, new=int(new), end_slot=cache.filled + new)
-        scoring = self.aggregation if self.eviction.scores else None
-        view = CacheView(cache, step, scoring, by=self.method.window_by)
-        return Part(view, columns, fed_B, evicts_prompt=True)
+        state = evicting_state(self.rule, batch, real_BT, fed_B, new=int(new), end_slot=cache.filled + new)
+        forward = ForwardPass(cache, state, self.rule.coefficients())
+        forward.begin()
+        return Part(forward, columns, fed_B, evicts_prompt=True)
 
     def _decode_part(self, real_BT: Tensor) -> Part:
         if self._room < 1:
             self._grow()
         active_B = real_BT[:, 0]
-        refresh = self.eviction.refreshes_at(self.turn_step + 1)
-        step = decode_pass(self.method, self.rows, active_B, scores=refresh)
-        return Part(CacheView(self.cache, step, self.aggregation if refresh else None), slice(0, 1), active_B)
+        scores = self.rule.refreshes_at(self.turn_step + 1)
+        state = decode_state(self.rule, self.batch, active_B, scores=scores)
+        forward = ForwardPass(self.cache, state, self.rule.coefficients())
+        forward.begin()
+        return Part(forward, slice(0, 1), active_B)
 
     def _compact(self) -> None:
         """Evict the prompt to budget, and give back the memory that it took."""
-        keep_BXN = chosen(self.cache, self.method, self.rows)
-        settle(self.eviction, self.cache.retention, keep_BXN)
+        keep_BXN = chosen(self.cache, self.rule, self.batch)
+        set_budgets_after_prompt(self.config, self.cache.retention, keep_BXN)
         self._forget_queries()
         slots = self.cache.slots_for(ROOM, keep_BXN)
-        if slots != self.cache.shape.slots:
-            self._move(slots, keep_BXN)
-        else:
-            self.cache.keep(keep_BXN)
-            self._measure()
+        self.evict(keep_BXN, self.cache if slots == self.cache.shape.slots else self._new_cache(slots))
+        self._measure()
 
     def _grow(self) -> None:
         self._measure()
         if self._room < 1:
-            self._move(self.cache.slots_for(max(ROOM, self.cache.shape.slots // 8)), self.cache.everything())
+            room = max(ROOM, self.cache.shape.slots // 8)
+            self.move_to(self._new_cache(self.cache.slots_for(room)))
+            self._measure()
 
-    def _move(self, slots: int, keep_BXN: list[Tensor]) -> None:
-        """Go on in a cache of another size, with the tokens that are marked."""
-        shape = self.cache.shape
-        sizes = (shape.layers, shape.batch, shape.kv_heads, slots, shape.head_dim, shape.scope)
-        target = SlotCache(CacheShape(*sizes), dtype=self.dtype, device=self.device, allocate=False)
-        target.take_from(self.cache, keep_BXN, release=True)
-        self.cache = target
-        self._measure()
+    def _new_cache(self, slots: int) -> SlotCache:
+        """Of another size, without memory yet."""
+        shape = replace(self.cache.shape, slots=slots)
+        return SlotCache(shape, dtype=self.dtype, device=self.device, allocate=False)
 
     def _measure(self) -> None:
         """How many tokens there is room for."""
@@ -284,7 +278,7 @@ def _attend(
     window: int | None,
     scale: float,
     softcap_and_sink: Softmax | tuple[float | None, Tensor | None] | None,
-    view: LayerView,
+    layer_pass: LayerPass,
 ) -> Tensor:
     softmax = None if softcap_and_sink is None else Softmax(*softcap_and_sink)
-    return view.attend(q_BHTD, k_BGTD, v_BGTD, window=window, scale=scale, softmax=softmax)
+    return layer_pass.attend(q_BHTD, k_BGTD, v_BGTD, window=window, scale=scale, softmax=softmax)
