@@ -89,8 +89,8 @@ def lowered(*argv: str, batch: int = 1) -> tuple[list[int], list[dict[str, int]]
 def assert_recordable(result: dict[str, Any]) -> None:
     """One graph, which may be recorded as a CUDA graph and never touches the host."""
     assert (result["graphs"], result["breaks"], result["skips"]) == (1, 0, 0)
+    assert [partition["reason"] for partition in result["recorded"]] == [None]
     [partition] = result["recorded"]
-    assert partition["reason"] is None
     assert partition["moving"] == 0, "what is written in place has to stay at its address"
     functions = result["partitions"] + result["regions"]
     assert not [line for function in functions for line in function["host_lines"]]
