@@ -1,15 +1,14 @@
-"""What a recorded run shows: how stable the retained sets are, and which scores and layers decide them.
+"""Statistics of a recorded run: how stable the retention sets are, and which scores and layers decide them.
 
-Pure functions of tensors keyed by position, which `row_trace` makes from a `Recording`. They measure what
-Table 13 of InertiaKV (arXiv 2609.03515) measures, at 90 % compression: raw top-B churn 34 %, EMA churn 8 %,
-at most one token changed in 75 % of the steps; between attention, value norm and entropy as scorers a
-Spearman correlation and a mean pairwise Jaccard of 0.97, between attention and KeyDiff 0.49 and 0.38.
+They are those of Table 13 of InertiaKV (arXiv 2609.03515), which finds at 90 % compression: raw top-B churn
+34 %, EMA churn 8 %, at most one token changed in 75 % of the steps; between attention, value norm and entropy
+as scorers a Spearman correlation and a mean pairwise Jaccard of 0.97, with KeyDiff 0.49 and 0.38.
 
 *Raw* is the mean over layers of a step's scores, *EMA* the utility that the rule makes of them, whatever its
-aggregation. Sets are *virtual*: the top B of all tokens that the step could see. A run which evicts sees no
-more than B + 1 tokens, so that such statistics want a run which keeps every token; what a rule would retain
-of it is `retained_sets`. What a run which evicts did retain is `cached_sets`. Where a statistic is not
-defined (one step alone, scores that are no distribution) it is NaN.
+aggregation. Sets are the top B of all tokens that the step could see, so record a run that keeps every token:
+one that evicts sees no more than B + 1. `retained_sets` are what a rule would retain of such a run,
+`cached_sets` what a run that evicts did retain. An undefined statistic (of one step alone, of scores that are
+no distribution) is NaN.
 
 Shape letters: T decode steps, B batch, L layers, N slots, P positions. `budget` is the size of a set.
 """
@@ -31,16 +30,14 @@ from inertiakv.scoring.aggregation import layer_coefficients
 
 @dataclass(frozen=True)
 class RowTrace:
-    """One row of a recording, keyed by position. Ends where the row ended."""
+    """One row of a recording by position, up to the step where the row ended."""
 
     utility_TP: Tensor
-    """After the step's update, before its eviction; NaN where `present_TP` is False."""
+    """After the step's update, before its eviction; NaN for tokens that the step did not attend to."""
     score_TLP: Tensor
     """Each layer's scores; NaN where it took none."""
-    present_TP: Tensor
-    """Bool: the tokens that the step attended to, the new one among them."""
     protected_TP: Tensor
-    """Bool: those of them that the rule never evicts."""
+    """Bool: the present tokens that the rule never evicts."""
     newest_T: Tensor
     """The position of the token that each step fed."""
 
@@ -48,34 +45,14 @@ class RowTrace:
     def steps(self) -> int:
         return len(self.newest_T)
 
-    def first(self, steps: int) -> RowTrace:
-        """The first steps alone, and the positions that they knew."""
-        length = int(self.newest_T[:steps].max()) + 1 if min(steps, self.steps) else 0
-        return self._at(slice(steps), slice(length))
-
-    def scored(self) -> RowTrace:
-        """The steps which took scores."""
-        return self._at(self.scored_T)
-
-    def then(self, later: RowTrace) -> RowTrace:
-        """The steps of both, those of `later` after these."""
-
-        def joined(name: str, absent: float) -> Tensor:
-            mine, theirs = getattr(self, name), getattr(later, name)
-            new = theirs.shape[-1] - mine.shape[-1]
-            return torch.cat([torch.nn.functional.pad(mine, (0, new), value=absent), theirs])
-
-        return RowTrace(
-            joined("utility_TP", math.nan),
-            joined("score_TLP", math.nan),
-            joined("present_TP", False),
-            joined("protected_TP", False),
-            torch.cat([self.newest_T, later.newest_T]),
-        )
+    @property
+    def present_TP(self) -> Tensor:
+        """Bool: the tokens that the step attended to, the new one among them."""
+        return ~self.utility_TP.isnan()
 
     @property
     def scored_T(self) -> Tensor:
-        """Bool: the steps which took scores."""
+        """Bool: the steps that took scores."""
         return ~self.score_TLP.isnan().all(-1).all(-1)
 
     @property
@@ -83,14 +60,35 @@ class RowTrace:
         """The mean over layers of a step's scores."""
         return self.score_TLP.nanmean(1)
 
-    def _at(self, steps: Tensor | slice, positions: slice = slice(None)) -> RowTrace:
+    def first(self, steps: int) -> RowTrace:
+        """The first steps, and the positions that they knew."""
+        length = int(self.newest_T[:steps].max()) + 1 if min(steps, self.steps) else 0
+        return self._at(slice(steps), slice(length))
+
+    def scored(self) -> RowTrace:
+        """The steps that took scores."""
+        return self._at(self.scored_T)
+
+    def then(self, later: RowTrace) -> RowTrace:
+        """These steps, and those of `later` after them."""
+        new = later.utility_TP.shape[-1] - self.utility_TP.shape[-1]
+
+        def joined(mine: Tensor, theirs: Tensor, absent: float) -> Tensor:
+            return torch.cat([torch.nn.functional.pad(mine, (0, new), value=absent), theirs])
+
         return RowTrace(
-            self.utility_TP[steps][..., positions],
-            self.score_TLP[steps][..., positions],
-            self.present_TP[steps][..., positions],
-            self.protected_TP[steps][..., positions],
-            self.newest_T[steps],
+            joined(self.utility_TP, later.utility_TP, math.nan),
+            joined(self.score_TLP, later.score_TLP, math.nan),
+            joined(self.protected_TP, later.protected_TP, False),
+            torch.cat([self.newest_T, later.newest_T]),
         )
+
+    def _at(self, steps: Tensor | slice, positions: slice = slice(None)) -> RowTrace:
+        def part(tensor: Tensor) -> Tensor:
+            return tensor[steps][..., positions]
+
+        protected_TP = part(self.protected_TP)
+        return RowTrace(part(self.utility_TP), part(self.score_TLP), protected_TP, self.newest_T[steps])
 
 
 def row_trace(recording: Recording, row: int = 0, limits: Limits | None = None) -> RowTrace:
@@ -99,14 +97,12 @@ def row_trace(recording: Recording, row: int = 0, limits: Limits | None = None) 
     steps = recording.newest_TB[:, row] > EMPTY
     position_TN, newest_T = recording.position_TBN[steps, row], recording.newest_TB[steps, row]
     position_TP = by_position(position_TN, position_TN, fill=EMPTY)
-    present_TP = position_TP > EMPTY
-    protected_TP = torch.zeros_like(present_TP)
+    protected_TP = torch.zeros_like(position_TP, dtype=torch.bool)
     if limits is not None:
-        protected_TP = protected(position_TP[:, None], newest_T, limits)[:, 0] & present_TP
+        protected_TP = protected(position_TP[:, None], newest_T, limits)[:, 0] & (position_TP > EMPTY)
     return RowTrace(
         by_position(recording.utility_TBN[steps, row], position_TN),
         by_position(recording.score_TLBN[steps, :, row], position_TN[:, None]),
-        present_TP,
         protected_TP,
         newest_T,
     )
@@ -122,7 +118,6 @@ def by_position(value: Tensor, position: Tensor, fill: float = math.nan) -> Tens
 
 
 # Sets
-# ----------------------------------------------------------------------------------------------------------
 
 
 def top_set(value: Tensor, present: Tensor, budget: int | Tensor, protected: Tensor | None = None) -> Tensor:
@@ -155,42 +150,41 @@ def ema_sets(trace: RowTrace, budget: int) -> Tensor:
 
 
 def retained_sets(trace: RowTrace, budget: int) -> Tensor:
-    """Of a run which keeps every token, what a rule that sees its utilities would keep after each step, bool
-    [T, P]: the top B among what has stayed and the new token."""
-    kept_TP = torch.empty_like(trace.present_TP)
-    gone_P = torch.zeros_like(trace.present_TP[0])
-    for step, present_P in enumerate(trace.present_TP):
-        kept_TP[step] = top_set(trace.utility_TP[step], present_P & ~gone_P, budget, trace.protected_TP[step])
-        gone_P = gone_P | (present_P & ~kept_TP[step])
-    return kept_TP
+    """Of a run that keeps every token: what its rule would keep after each step, bool [T, P], the top B of
+    what has stayed and the new token."""
+    kept, gone_P = [], torch.zeros_like(trace.protected_TP[0])
+    for utility_P, present_P, protected_P in zip(
+        trace.utility_TP, trace.present_TP, trace.protected_TP, strict=True
+    ):
+        kept.append(top_set(utility_P, present_P & ~gone_P, budget, protected_P))
+        gone_P = gone_P | (present_P & ~kept[-1])
+    return torch.stack(kept)
 
 
 def cached_sets(trace: RowTrace, budget: int) -> Tensor:
-    """Of a run which evicts, what its cache held after each step, bool [T, P]: what the next step saw, its
-    new token left out; after the last step the top B."""
+    """Of a run that evicts: what its cache held after each step, bool [T, P], which is what the next step saw
+    but for its new token; after the last step the top B."""
     kept_TP = trace.present_TP.roll(-1, 0)
     kept_TP[torch.arange(trace.steps), trace.newest_T.roll(-1)] = False
-    kept_TP[-1] = top_set(trace.utility_TP[-1], trace.present_TP[-1], budget, trace.protected_TP[-1])
+    kept_TP[-1] = ema_sets(trace, budget)[-1]
     return kept_TP
 
 
 # Statistics of sets and values
-# ----------------------------------------------------------------------------------------------------------
-
-
-def arrivals(set_TP: Tensor) -> Tensor:
-    """Tokens of each set that the step before did not have, int64 [T - 1]."""
-    return (set_TP[1:] & ~set_TP[:-1]).sum(-1)
 
 
 def churn(set_TP: Tensor) -> Tensor:
-    """Share of each set that the step before did not have, [T - 1]. Table 13: raw 34 %, EMA 8 %."""
-    return arrivals(set_TP) / set_TP[1:].sum(-1)
+    """Share of each set that the step before did not have, [T - 1]."""
+    return _arrivals(set_TP) / set_TP[1:].sum(-1)
 
 
 def at_most_one_change(set_TP: Tensor) -> Tensor:
-    """1 where a step brought at most one token into the set, else 0, [T - 1]. Table 13: 75 % on average."""
-    return (arrivals(set_TP) <= 1).double()
+    """1 where a step brought at most one token into the set, else 0, [T - 1]."""
+    return (_arrivals(set_TP) <= 1).double()
+
+
+def _arrivals(set_TP: Tensor) -> Tensor:
+    return (set_TP[1:] & ~set_TP[:-1]).sum(-1)
 
 
 def jaccard(a: Tensor, b: Tensor) -> Tensor:
@@ -199,15 +193,13 @@ def jaccard(a: Tensor, b: Tensor) -> Tensor:
 
 
 def share_lost(wanted: Tensor, kept: Tensor) -> Tensor:
-    """Share of the set `wanted` [..., P] that is not in `kept`, [...]: of raw sets and retained ones, the
-    share of what the step looks at most that has been evicted."""
+    """Share of the set `wanted` [..., P] that is not in `kept`, [...]."""
     return (wanted & ~kept).sum(-1) / wanted.sum(-1)
 
 
 def boundary_margin(value: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
-    """Smallest value inside a set less the largest one outside, in standard deviations of all of them,
-    [...]: how far the last token kept is from the first one that goes. `inside` and `outside` are bool
-    [..., P]; protected tokens belong to neither."""
+    """Smallest value inside a set less the largest one outside, in standard deviations of all of them, [...].
+    `inside` and `outside` are bool [..., P]; protected tokens belong to neither."""
     gap = value.masked_fill(~inside, torch.inf).amin(-1) - value.masked_fill(~outside, -torch.inf).amax(-1)
     either = inside | outside
     count = either.sum(-1)
@@ -227,8 +219,8 @@ def score_entropy(score: Tensor) -> Tensor:
 
 
 def rank_changes(value_TP: Tensor, set_TP: Tensor) -> Tensor:
-    """How far the tokens that a set has in common with the one before have moved among each other, [T - 1]:
-    the mean change of rank over the largest possible one. What comes and goes moves nobody."""
+    """How far the tokens that a set shares with the one before have moved among each other, [T - 1]: their
+    mean change of rank over the largest possible one."""
     common = set_TP[1:] & set_TP[:-1]
     moved = (ranks(value_TP[1:], common) - ranks(value_TP[:-1], common)).abs()
     count = common.sum(-1)
@@ -254,113 +246,82 @@ def spearman(a: Tensor, b: Tensor, among: Tensor) -> Tensor:
     return (x * y).sum(-1) / ((x * x).sum(-1) * (y * y).sum(-1)).sqrt()
 
 
-@dataclass(frozen=True)
-class Stability:
-    """Means over the steps of a run, which describe its rule as a row of Table 13 does."""
-
-    raw_churn: float
-    ema_churn: float
-    raw_ema_jaccard: float
-    raw_evicted: float
-    at_most_one_change: float
-    boundary_margin: float
-    score_entropy: float
-    rank_changes: float
-
-
-def stability(trace: RowTrace, budget: int) -> Stability:
-    """Every statistic of a run at a budget. Those which need scores are taken over the steps that scored."""
+def stability(trace: RowTrace, budget: int) -> dict[str, float]:
+    """A row of Table 13: means over the steps of a run, or over those that scored where scores are needed."""
     ema_TP, kept_TP = ema_sets(trace, budget), retained_sets(trace, budget)
     free_TP = trace.present_TP & ~trace.protected_TP
-    margin_T = boundary_margin(trace.utility_TP, ema_TP & free_TP, free_TP & ~ema_TP)
     scored, scored_T = trace.scored(), trace.scored_T
     raw_TP = raw_sets(scored, budget)
-
-    def mean(values: Tensor) -> float:
-        return values.double().nanmean().item()
-
-    return Stability(
-        raw_churn=mean(churn(raw_TP)),
-        ema_churn=mean(churn(ema_TP)),
-        raw_ema_jaccard=mean(jaccard(raw_TP, ema_TP[scored_T])),
-        raw_evicted=mean(share_lost(raw_TP, kept_TP[scored_T])),
-        at_most_one_change=mean(at_most_one_change(ema_TP)),
-        boundary_margin=mean(margin_T),
-        score_entropy=mean(score_entropy(scored.raw_TP)),
-        rank_changes=mean(rank_changes(trace.utility_TP, ema_TP)),
-    )
+    statistics = {
+        "raw_churn": churn(raw_TP),
+        "ema_churn": churn(ema_TP),
+        "raw_ema_jaccard": jaccard(raw_TP, ema_TP[scored_T]),
+        "raw_evicted": share_lost(raw_TP, kept_TP[scored_T]),
+        "at_most_one_change": at_most_one_change(ema_TP),
+        "boundary_margin": boundary_margin(trace.utility_TP, ema_TP & free_TP, free_TP & ~ema_TP),
+        "score_entropy": score_entropy(scored.raw_TP),
+        "rank_changes": rank_changes(trace.utility_TP, ema_TP),
+    }
+    return {name: values.double().nanmean().item() for name, values in statistics.items()}
 
 
 # Between scorers
-# ----------------------------------------------------------------------------------------------------------
 
 
 def layer_spearman(a: RowTrace, b: RowTrace) -> Tensor:
-    """Rank correlation of two rules' scores of the same tokens, a mean over steps, [L]. With attention as one
-    of them the paper has 0.97 for value norm and entropy, 0.49 KeyDiff, 0.12 recency, 0.00 key norm.
+    """Rank correlation of two rules' scores of the same tokens, a mean over steps, [L].
 
     Raises ValueError where the runs did not see the same tokens at the same steps.
     """
-    check_same_steps(a, b)
+    _check_same_steps(a, b)
     return spearman(a.score_TLP, b.score_TLP, ~(a.score_TLP.isnan() | b.score_TLP.isnan())).nanmean(0)
 
 
 def layer_jaccard(a: RowTrace, b: RowTrace, budget: int) -> Tensor:
-    """Jaccard of two rules' top B in each layer, a mean over steps, [L]. Between attention, value norm and
-    entropy the paper has 0.97 on average, of attention with KeyDiff 0.38. Raises as `layer_spearman`."""
-    check_same_steps(a, b)
+    """Jaccard of two rules' top B in each layer, a mean over steps, [L]. Raises as `layer_spearman`."""
+    _check_same_steps(a, b)
     return jaccard(layer_sets(a, budget), layer_sets(b, budget)).nanmean(0)
 
 
-def check_same_steps(a: RowTrace, b: RowTrace) -> None:
+def _check_same_steps(a: RowTrace, b: RowTrace) -> None:
     """Raise ValueError where two runs did not see the same tokens at the same steps."""
-    if a.present_TP.shape != b.present_TP.shape or not torch.equal(a.present_TP, b.present_TP):
+    if not torch.equal(a.present_TP, b.present_TP):
         shapes = f"{list(a.present_TP.shape)} and {list(b.present_TP.shape)}"
         raise ValueError(f"these runs did not see the same tokens (steps and positions: {shapes})")
 
 
 # Layers
-# ----------------------------------------------------------------------------------------------------------
 
 
 def layer_weights(config: EvictionConfig, num_layers: int) -> tuple[list[float], float]:
-    """What each layer's score, and the utility of the step before, weigh in a step's utility: the
-    recurrence over `num_layers` eligible layers multiplied out. Of a moving average they add up to 1."""
+    """The weights of each layer's score, and of the step before, in a step's utility: the recurrence over
+    `num_layers` layers that score, multiplied out. Those of a moving average add up to 1."""
     decay, gain = layer_coefficients(config, num_layers)
     return [g * math.prod(decay[i + 1 :]) for i, g in enumerate(gain)], math.prod(decay)
 
 
 def addends(trace: RowTrace, config: EvictionConfig) -> Tensor:
-    """The parts that the utilities of the steps that scored are the sum of, [T, L + 1, P]: the layers'
-    weighted scores and, as the last one, what is left of the step before. 0 for a layer that takes no
-    scores. The new token's part of the past is 0."""
+    """What the utilities of the steps that scored are the sum of, [T, L + 1, P]: the layers' weighted scores
+    and, last, what is left of the step before. 0 for a layer without scores, and for a new token's past."""
     scores_L = ~trace.score_TLP.isnan().all(-1).all(0)
     weights, memory = layer_weights(config, int(scores_L.sum()))
-    weight_L = trace.score_TLP.new_zeros(len(scores_L)).masked_scatter(
-        scores_L, trace.score_TLP.new_tensor(weights)
-    )
-    past_TP = torch.cat([torch.zeros_like(trace.utility_TP[:1]), trace.utility_TP[:-1]]).nan_to_num(0)
-    part_TLP = torch.cat(
-        [
-            weight_L[:, None] * trace.score_TLP.nan_to_num(0),
-            memory * past_TP[:, None].to(trace.score_TLP.dtype),
-        ],
-        1,
-    )
-    return part_TLP[trace.scored_T]
+    weight_L = trace.score_TLP.new_zeros(len(scores_L))
+    weight_L[scores_L] = trace.score_TLP.new_tensor(weights)
+    past_TP = torch.nn.functional.pad(trace.utility_TP[:-1], (0, 0, 1, 0)).nan_to_num(0)
+    past_T1P = memory * past_TP[:, None].to(trace.score_TLP.dtype)
+    return torch.cat([weight_L[:, None] * trace.score_TLP.nan_to_num(0), past_T1P], 1)[trace.scored_T]
 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """Which vote decides: one number for each layer and, as the last one, for the step before."""
+    """Which vote decides: one number for each layer and, last, for the step before."""
 
     margin_share_L: Tensor
-    """Its part of the margin by which the mean utility of the top B exceeds that of all other tokens.
-    Utilities are sums of the `addends`, and so is the margin: the shares, of the steps' margins together,
-    add up to 1. A negative one has voted against."""
+    """Its share of the margin between the mean utilities of the top B and of all other tokens, over all
+    steps. Shares add up to 1; a negative one has voted against."""
     decided_L: Tensor
-    """Share of the top B that would be other tokens without it, a mean over steps. These add up to nothing
-    in particular: two votes may decide together, or each be enough."""
+    """Share of the top B that would be other tokens without it, a mean over steps. These need not add up to
+    1: two votes may decide together, or each be enough."""
 
 
 def layer_profile(trace: RowTrace, config: EvictionConfig, budget: int) -> LayerProfile:

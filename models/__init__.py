@@ -1,9 +1,9 @@
-"""Llama, Qwen2.5, Qwen3, Qwen3-MoE and Mistral, for decoding only, behind one small cache protocol."""
+"""Llama, Qwen2.5, Qwen3, Qwen3-MoE and Mistral for decoding. They leave attention to `inertiakv`'s cache."""
 
 from .checkpoint import load_checkpoint
-from .config import ModelConfig, MoEConfig
+from .config import ModelConfig, parse_config
+from .family import MoEConfig
 from .hub import load_model
-from .parse import parse_config
 from .rope import RopeConfig
 from .transformer import Transformer
 

@@ -1,26 +1,24 @@
-"""What a model is, as plain values."""
+"""What a model is, and how config.json says so: in the spelling of transformers 4 or 5."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from . import llama, mistral, qwen2, qwen3, qwen3_moe
+from .family import Family, MoEConfig, RawConfig
 from .rope import RopeConfig
 
-_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
+FAMILIES = tuple(module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe))
+ACCEPTED: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "hidden_act": ("silu",),
+    "mlp_bias": (False,),
+    "quantization_config": (),
 }
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    normalise: bool  # divide the chosen experts' shares by their sum
-    sparse: tuple[bool, ...]  # a layer each: experts, or one dense MLP
+"""See `Family.accepts`."""
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,10 @@ class ModelConfig:
     tie_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
-    windows: tuple[int | None, ...]  # a layer each: the sliding window, None for full attention
+    windows: tuple[int | None, ...]  # one entry a layer: the sliding window, None for full attention
     moe: MoEConfig | None = None
     stored_dtype: torch.dtype | None = None  # the dtype that config.json names, if it does
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-
-    @property
-    def position_limit(self) -> int | None:
-        """The number of positions beyond which the arithmetic itself is wrong, None if there is none."""
-        return self.max_positions if self.rope.type == "dynamic" else None
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
@@ -58,4 +50,86 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     short = str(name).removeprefix("torch.")
     if short not in _DTYPES:
         raise ValueError(f"dtype {short!r} is not supported; supported: auto, {', '.join(_DTYPES)}")
-    return _DTYPES[short]
+    dtype: torch.dtype = getattr(torch, short)
+    return dtype
+
+
+def parse_config(raw: RawConfig, generation: RawConfig | None = None) -> ModelConfig:
+    """Reads the content of a config.json, and of a generation_config.json, whose EOS ids take precedence.
+
+    Raises ValueError for whatever is missing or not understood, naming it.
+    """
+    family = _find_family(raw)
+    for key, accepted in {**ACCEPTED, **family.accepts}.items():
+        if raw.get(key) not in (None, *accepted):
+            expected = f"supported: {', '.join(map(repr, accepted))}" if accepted else "not supported"
+            raise ValueError(f"{key} = {raw[key]!r} in a {family.model_type} config: {expected}")
+
+    num_heads = _size(raw, "num_attention_heads")
+    num_layers = _size(raw, "num_hidden_layers")
+    num_kv_heads = _size(raw, "num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+        )
+    rope, max_positions = RopeConfig.from_dict(raw), _size(raw, "max_position_embeddings")
+    if rope.type == "yarn":
+        # With YaRN added to a finished model the config keeps the length that the model was trained at.
+        max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    eos = (generation or {}).get("eos_token_id")
+    eos = raw.get("eos_token_id") if eos is None else eos
+    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token, int) for token in eos):
+        raise ValueError(f"eos_token_id = {eos!r}: expected a token id or a list of them")
+    return ModelConfig(
+        family=family.model_type,
+        vocab_size=_size(raw, "vocab_size"),
+        hidden_size=_size(raw, "hidden_size"),
+        intermediate_size=_size(raw, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(raw, family, num_heads),
+        max_positions=max_positions,
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=rope,
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        windows=family.windows(raw, num_layers),
+        moe=family.moe(raw, num_layers),
+        stored_dtype=None if dtype is None else parse_dtype(dtype),
+        eos_token_ids=tuple(eos),
+    )
+
+
+def _find_family(raw: RawConfig) -> Family:
+    architectures = raw.get("architectures") or []
+    model_type = raw.get("model_type")
+    for family in FAMILIES:
+        if model_type == family.model_type and (not architectures or family.architecture in architectures):
+            return family
+    known = ", ".join(f"{family.architecture} ({family.model_type})" for family in FAMILIES)
+    named = f"{', '.join(architectures) or 'none named'} (model_type {model_type!r})"
+    raise ValueError(f"architecture {named} is not supported; supported: {known}")
+
+
+def _size(raw: RawConfig, key: str, default: int | None = None) -> int:
+    value = default if raw.get(key) is None else raw[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"the config needs a positive whole number {key!r}, got {value!r}")
+    return value
+
+
+def _head_dim(raw: RawConfig, family: Family, num_heads: int) -> int:
+    hidden_size = _size(raw, "hidden_size")
+    if raw.get("head_dim") is None and family.default_head_dim is None and hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}, "
+            "and no head_dim is given"
+        )
+    head_dim = _size(raw, "head_dim", default=family.default_head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise ValueError(f"head_dim {head_dim} is odd: RoPE rotates pairs")
+    return head_dim

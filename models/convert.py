@@ -1,14 +1,12 @@
-"""A GGUF file of a supported family -> a folder of safetensors, config and tokenizer.
+"""Converts a GGUF file of a supported family into a folder of safetensors, config and tokenizer.
 
-The conversion itself is transformers'; here is what it leaves out of the metadata, which would silently make
-another model: head sizes, expert sizes, RoPE scaling.
+transformers does the conversion. This module adds the metadata that transformers ignores and that would
+silently make another model: head dim, expert size, RoPE scaling.
 """
 
-import dataclasses
 import importlib.util
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,13 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def convert_gguf(file: str | Path, target: str | Path, *, exist_ok: bool = False) -> None:
-    """Writes the model of a GGUF file, dequantised to bfloat16, and its tokenizer to the folder `target`.
+    """Writes the model in a GGUF file, dequantized to bfloat16, and its tokenizer to the folder `target`.
 
-    The folder appears complete or not at all. If it is there already, that is an error, or with `exist_ok` it
-    is left as it is: another process has been faster. Takes about six bytes of memory a parameter.
+    The folder appears complete or not at all. An existing folder is an error; with `exist_ok` it is left as
+    it is, since another process may have been faster. Takes about six bytes of memory per parameter.
 
-    Raises FileNotFoundError, FileExistsError, ValueError for a file that is not understood, RuntimeError
-    where the packages that it takes are not installed.
+    Raises FileNotFoundError, FileExistsError, ValueError for a file that is not understood, RuntimeError if
+    packages are missing.
     """
     file, target = Path(file), Path(target)
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
@@ -40,13 +38,13 @@ def convert_gguf(file: str | Path, target: str | Path, *, exist_ok: bool = False
         raise FileNotFoundError(f"no GGUF file {file}")
     if target.exists() and not exist_ok:
         raise FileExistsError(f"{target} exists already")
-    header = _read_header(file)
+    reader = _open(file)
 
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
-        _convert(file, scratch, header)
-        load_checkpoint(scratch, device="meta")  # what we could not load later is an error now
+        _convert(file, scratch, reader)
+        load_checkpoint(scratch, device="meta")  # fails now if the result could not be loaded later
         scratch.chmod(0o755)
         try:
             scratch.rename(target)
@@ -57,14 +55,7 @@ def convert_gguf(file: str | Path, target: str | Path, *, exist_ok: bool = False
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class _Header:
-    metadata: dict[str, Any]  # without the tokenizer's, and with the architecture's name taken off the keys
-    num_values: int  # in all tensors that are weights
-    rope_factors: torch.Tensor | None
-
-
-def _read_header(file: Path) -> _Header:
+def _open(file: Path) -> Any:
     from gguf import GGUFReader
 
     try:
@@ -75,28 +66,17 @@ def _read_header(file: Path) -> _Header:
     if architecture not in _ARCHITECTURES:
         supported = ", ".join(_ARCHITECTURES)
         raise ValueError(f"{file}: architecture {architecture!r} is not supported; supported: {supported}")
-    prefix = f"{architecture}."
-    metadata = {
-        key.removeprefix(prefix): field.contents()
-        for key, field in reader.fields.items()
-        if key.startswith(prefix)
-    }
-    factors = [tensor for tensor in reader.tensors if tensor.name == _ROPE_FACTORS]
-    return _Header(
-        metadata,
-        sum(int(tensor.n_elements) for tensor in reader.tensors if tensor.name != _ROPE_FACTORS),
-        torch.tensor(factors[0].data, dtype=torch.float64) if factors else None,
-    )
+    return reader
 
 
-def _convert(file: Path, target: Path, header: _Header) -> None:
+def _convert(file: Path, target: Path, reader: Any) -> None:
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if not hasattr(transformers, "GgufConfig"):
         raise RuntimeError(f"reading a GGUF file needs a later transformers than {transformers.__version__}")
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    _complete(config, header)
+    _complete(config, reader)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.parent,
@@ -109,26 +89,32 @@ def _convert(file: Path, target: Path, header: _Header) -> None:
     except NotImplementedError as error:
         raise ValueError(f"{file}: transformers does not convert this kind of file: {error}") from error
     model, report = loaded
-    # What the file lacks transformers makes up, and what it does not know it drops, both without an error.
+    # transformers initialises missing tensors and drops unknown ones without an error.
     if report["missing_keys"]:
         raise ValueError(
             f"{file} lacks {', '.join(sorted(report['missing_keys']))}; is it one part of several?"
         )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if num_parameters != header.num_values:
+    num_weights = sum(int(tensor.n_elements) for tensor in reader.tensors if tensor.name != _ROPE_FACTORS)
+    if num_parameters != num_weights:
         raise ValueError(
-            f"{file} has {header.num_values} weights, "
+            f"{file} has {num_weights} weights, "
             f"but a {config.model_type} model of its sizes has {num_parameters}"
         )
     model.to(torch.bfloat16).save_pretrained(target)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(target)
     for made in target.iterdir():
-        made.chmod(0o644)  # safetensors leaves its files to their owner alone
+        made.chmod(0o644)  # safetensors makes its files readable for their owner only
 
 
-def _complete(config: Any, header: _Header) -> None:
-    """Puts into the config what transformers does not take from the metadata."""
-    metadata = header.metadata
+def _complete(config: Any, reader: Any) -> None:
+    """Adds to the config what transformers does not take from the metadata."""
+    prefix = reader.fields["general.architecture"].contents() + "."
+    metadata = {
+        key.removeprefix(prefix): field.contents()
+        for key, field in reader.fields.items()
+        if key.startswith(prefix)
+    }
     if "attention.key_length" in metadata:
         config.head_dim = metadata["attention.key_length"]
     if "expert_feed_forward_length" in metadata:
@@ -147,28 +133,27 @@ def _complete(config: Any, header: _Header) -> None:
             raise ValueError(
                 f"RoPE scaling {kind!r} with {sorted(scaling) or 'its factors'} is not supported"
             )
-    if header.rope_factors is not None:
-        rope |= _llama3_scaling(config, header.rope_factors)
+    for tensor in reader.tensors:
+        if tensor.name == _ROPE_FACTORS:
+            rope |= _llama3_scaling(rope["rope_theta"], torch.tensor(tensor.data, dtype=torch.float64))
     config.rope_parameters = {"rope_type": "default"} | rope
 
 
-def _llama3_scaling(config: Any, rope_factors: torch.Tensor) -> dict[str, Any]:
-    """The parameters behind a table of factors; Llama 3.1 to 3.3 differ in the largest factor alone."""
-    llama3 = RopeConfig(
-        "llama3",
-        theta=config.rope_parameters["rope_theta"],
-        factor=round(float(rope_factors.max()), 4),
-        original_max_positions=8192,
-    )
-    plain = dataclasses.replace(llama3, type="default")
-    head_dim = 2 * rope_factors.numel()
-    expected = inverse_frequencies(plain, head_dim) / inverse_frequencies(llama3, head_dim)
-    if not torch.allclose(expected.double(), rope_factors, rtol=1e-3):
-        raise ValueError(f"the file's RoPE factors ({_ROPE_FACTORS}) are not those of Llama 3: not supported")
-    return {
+def _llama3_scaling(theta: float, rope_factors: torch.Tensor) -> dict[str, Any]:
+    """The RoPE parameters that give these factors; Llama 3.1 to 3.3 differ in the largest factor only."""
+    llama3 = {
         "rope_type": "llama3",
-        "factor": llama3.factor,
-        "low_freq_factor": llama3.low_freq_factor,
-        "high_freq_factor": llama3.high_freq_factor,
-        "original_max_position_embeddings": llama3.original_max_positions,
+        "factor": round(float(rope_factors.max()), 4),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
     }
+    rope = RopeConfig.from_dict(
+        {"max_position_embeddings": 131072, "rope_theta": theta, "rope_scaling": llama3}
+    )
+    head_dim = 2 * rope_factors.numel()
+    plain_R = inverse_frequencies(RopeConfig(theta=theta), head_dim)
+    expected_R = plain_R / inverse_frequencies(rope, head_dim)
+    if not torch.allclose(expected_R.double(), rope_factors, rtol=1e-3):
+        raise ValueError(f"the file's RoPE factors ({_ROPE_FACTORS}) are not those of Llama 3: not supported")
+    return llama3

@@ -1,4 +1,4 @@
-"""From text to token ids: the chat template, and exactly one BOS. And back: the text of an answer."""
+"""Between text and token ids: chat templates, exactly one BOS, the text of an answer."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -7,9 +7,9 @@ Message = Mapping[str, str]
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text as it is, behind exactly one BOS where the tokenizer puts one, and without an EOS.
+    """Token ids of a text, after exactly one BOS if the tokenizer adds one, and without an EOS.
 
-    The text may begin with a BOS already, as most chat templates' output does."""
+    The text may begin with a BOS already, as the output of most chat templates does."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     bos = tokenizer.bos_token_id
     puts_bos = bos is not None and tokenizer("x")["input_ids"][:1] == [bos]
@@ -17,12 +17,12 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message], origin: str = "these messages") -> list[int]:
-    """Token ids of a chat by the tokenizer's template, up to where the answer begins."""
+    """Token ids of a chat in the tokenizer's template, up to where the answer begins."""
     return encode_text(tokenizer, chat_text(tokenizer, messages, origin))
 
 
 def chat_text(tokenizer: Any, messages: Sequence[Message], origin: str = "these messages") -> str:
-    """The text of a chat by the tokenizer's template, up to where the answer begins."""
+    """The text of a chat in the tokenizer's template, up to where the answer begins."""
     if not tokenizer.chat_template:
         raise ValueError("this model's tokenizer has no chat template; use --raw for the text as it is")
     from jinja2 import TemplateError

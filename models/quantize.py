@@ -1,7 +1,7 @@
-"""Weight-only int8: the matrices of linear layers as whole numbers, each row with a scale of its own.
+"""Weight-only int8 quantization of linear layers, with one scale for each row of a matrix.
 
-Half the bytes of bfloat16, and a decode step reads half of them. Activations, norms and the KV cache stay in
-the model's dtype. An embedding table is quantised where it is the vocabulary head as well.
+It halves the bytes of bfloat16 weights, and so the bytes that a decode step reads. Activations, norms and the
+KV cache keep the model's dtype. The embedding is quantized only if it is the vocabulary head as well.
 
 Shapes: O and I rows and columns of a matrix.
 """
@@ -21,11 +21,11 @@ from .transformer import Transformer
 
 QUANTIZED = ("int8",)
 _AT_ONCE = 2**25
-"""Numbers that are quantised at once: their float32 copies are all that it takes beside the result."""
+"""Weights that are quantized at once, which bounds the memory for their float32 copies."""
 
 
 def check_quantize(quantize: str | None) -> None:
-    """Raise ValueError for a quantisation that is not known, or where torchao is not installed."""
+    """Raises ValueError for an unknown quantization, or if torchao is not installed."""
     if quantize is None:
         return
     if quantize not in QUANTIZED:
@@ -34,10 +34,10 @@ def check_quantize(quantize: str | None) -> None:
 
 
 def make_room(model: Transformer) -> None:
-    """Turn the matrices of a model without values yet, on the meta device, into int8 with scales in the
-    model's dtype. Raises ValueError for a mixture of experts."""
+    """Gives a model on the meta device int8 matrices, with scales in the model's dtype. Raises ValueError for
+    a mixture of experts."""
     if model.config.moe is not None:
-        raise ValueError("quantize: the experts of a mixture are not quantised; load it without")
+        raise ValueError("quantize: the experts of a mixture are not quantized; load it without")
     for matrix in _matrices(model):
         rows, device = matrix.weight.shape[0], matrix.weight.device
         scale_O1 = torch.empty(rows, 1, dtype=model.dtype, device=device)
@@ -48,18 +48,18 @@ def make_room(model: Transformer) -> None:
 def quantize_into(
     source_OI: Tensor, weight_OI: Tensor, scale_O1: Tensor, tp: TensorParallel = SINGLE_PROCESS
 ) -> None:
-    """Fill `weight_OI` and `scale_O1` from a matrix, on the device where they are. Of one whose columns are
-    spread over `ranks` a row has the scale that it has as a whole."""
+    """Quantizes a matrix into `weight_OI` and `scale_O1`, on their device. If the columns of the matrix are
+    split over a group `tp`, the scale of a row is that of the whole row."""
     ao = _torchao()
     columns = source_OI.shape[1]
     rows = max(1, _AT_ONCE // columns)
     for source, weight, scale in zip(*(t.split(rows) for t in (source_OI, weight_OI, scale_O1)), strict=True):
         values = source.to(weight.device, torch.float32)
-        # The least and the largest number of each row, which a scale depends on.
+        # The scale of a row depends on its minimum and maximum only.
         ends_O2 = tp.gather(torch.stack(values.aminmax(dim=1), dim=1))
         block, eps = (1, ends_O2.shape[1]), torch.finfo(torch.float32).eps
         chosen, zero = ao.choose_qparams_affine(ends_O2, ao.MappingType.SYMMETRIC, block, torch.int8, eps=eps)
-        # The scale is rounded to its dtype first, and numbers are chosen for what it then is.
+        # The scale is rounded to its dtype first, and the weights are rounded for that scale.
         scale.copy_(chosen[:, None])
         rounded_O = scale[:, 0].to(torch.float32)
         weight.copy_(ao.quantize_affine(values, (1, columns), rounded_O, zero, torch.int8))
@@ -72,7 +72,7 @@ def _matrices(model: Transformer) -> Iterator[Linear | Embedding]:
 
 
 def _torchao() -> Any:
-    """The module with torchao's arithmetic of quantisation, imported without what it says of GPU kernels."""
+    """torchao's quantization primitives, imported without its warnings about GPU kernels."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,13 +1,6 @@
-"""Qwen3: an RMSNorm on every query and key head before RoPE, no biases."""
+"""Qwen3: an RMSNorm on every query and key head before RoPE; no biases; sliding windows as in Qwen2."""
 
-from .family import NO_ATTENTION_BIAS, Family
-from .qwen2 import upper_windows
+from .family import Family
+from .qwen2 import windows
 
-QWEN3 = Family(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    accepts=NO_ATTENTION_BIAS,
-    qk_norm=True,
-    default_head_dim=128,
-    windows=upper_windows,
-)
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, default_head_dim=128, windows=windows)

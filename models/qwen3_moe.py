@@ -1,19 +1,15 @@
-"""Qwen3-MoE: Qwen3's attention; a mixture of experts in place of the MLP, in all layers or some."""
+"""Qwen3-MoE: Qwen3's attention; a mixture of experts instead of the MLP in all or some layers."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from .config import MoEConfig
-from .family import NO_ATTENTION_BIAS, Family, Windows, windows_by_layer
+from .family import Family, MoEConfig, RawConfig, Windows, windows_by_layer
 
 
-def _windows(raw: Mapping[str, Any], num_layers: int) -> Windows:
-    # Here a window that is switched on is for all layers: this family has no use for max_window_layers.
+def windows(raw: RawConfig, num_layers: int) -> Windows:
+    """Unlike Qwen2 and Qwen3, this family ignores `max_window_layers`: all layers slide or none does."""
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
     return windows_by_layer(raw, window, [True] * num_layers)
 
 
-def _moe(raw: Mapping[str, Any], num_layers: int) -> MoEConfig | None:
+def moe(raw: RawConfig, num_layers: int) -> MoEConfig | None:
     experts = raw.get("num_experts", raw.get("num_local_experts"))
     if experts is None:
         raise ValueError("a qwen3_moe config needs num_experts")
@@ -28,11 +24,4 @@ def _moe(raw: Mapping[str, Any], num_layers: int) -> MoEConfig | None:
     return MoEConfig(experts, top_k, width, normalise=bool(raw.get("norm_topk_prob", False)), sparse=sparse)
 
 
-QWEN3_MOE = Family(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    accepts=NO_ATTENTION_BIAS,
-    qk_norm=True,
-    windows=_windows,
-    moe=_moe,
-)
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm=True, windows=windows, moe=moe)

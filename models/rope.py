@@ -11,25 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Keys of the rope dictionary that each type understands, beside the ones that every type has.
-_COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"})
-_TYPE_KEYS = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
-    "llama3": frozenset(
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    ),
-    "yarn": frozenset(
-        {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
-        | {"mscale", "mscale_all_dim", "truncate"}
-    ),
+# The keys that each RoPE type understands, in addition to those of every type.
+_COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
+_TYPE_KEYS: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor", "original_max_position_embeddings"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+    | {"mscale", "mscale_all_dim", "truncate"},
 }
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """RoPE of one model; fields that its type does not use keep their defaults."""
+    """RoPE of one model. Fields that its type does not use keep their defaults."""
 
     type: str = "default"
     theta: float = 10000.0
@@ -44,8 +40,8 @@ class RopeConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "RopeConfig":
-        """Reads the RoPE part of a config.json, in either spelling: `rope_parameters`, which holds theta too,
-        or `rope_scaling` beside `rope_theta`.
+        """Reads the RoPE part of a config.json: `rope_parameters`, which includes theta, or the older
+        `rope_scaling` beside `rope_theta`.
 
         Raises ValueError for a type, key or value that is not understood.
         """
@@ -105,7 +101,7 @@ def _yarn_attention_factor(factor: float, rope: Mapping[str, Any]) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of each rotated pair: float32 [R], computed in float64 and rounded once."""
+    """Angle per position of each rotated pair, float32 [R], computed in float64 and rounded once."""
     inv_freq_R = rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     if rope.type == "linear":
         inv_freq_R = inv_freq_R / rope.factor
@@ -113,12 +109,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         inv_freq_R = _llama3(rope, inv_freq_R)
     elif rope.type == "yarn":
         inv_freq_R = _yarn(rope, inv_freq_R, head_dim)
-    # Dynamic NTK changes the base only for sequences beyond the trained length, up to it nothing.
+    # Dynamic NTK changes the base only beyond the trained length, where no sequence may go.
     return inv_freq_R.to(torch.float32)
 
 
 def _llama3(rope: RopeConfig, inv_freq_R: Tensor) -> Tensor:
-    # Pairs that turn seldom over the original length are stretched, frequent ones left alone, a ramp between.
+    # Pairs that turn rarely over the original length are stretched, others are kept, with a ramp between.
     turns_R = rope.original_max_positions * inv_freq_R / (2 * math.pi)
     keep_R = (turns_R - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep_R = keep_R.clamp(0, 1)
@@ -140,7 +136,7 @@ def _yarn(rope: RopeConfig, inv_freq_R: Tensor, head_dim: int) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """cos and sin of every position, made once a forward pass and shared by all layers."""
+    """cos and sin of every position, computed once in a forward pass for all layers."""
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
@@ -148,21 +144,21 @@ class Rotary(nn.Module):
         self.inv_freq_R = inverse_frequencies(rope, head_dim)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
-        # Follow the model to its device, never to its dtype: in bfloat16 the phases of neighbouring positions
-        # beyond 256 coincide. They are no buffer: nothing else can cast them or leave them on meta.
+        # Frequencies follow the model to its device but not to its dtype: in bfloat16 neighbouring positions
+        # beyond 256 would have the same phase. A buffer could be cast, or left on the meta device.
         device = fn(torch.empty(0, device=self.inv_freq_R.device)).device
         if device.type != "meta":
             self.inv_freq_R = self.inv_freq_R.to(device)
         return self
 
     def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin, each [B, T, R] in `dtype` (float32 or float64); a padding position (-1) is taken as 0."""
+        """cos, sin, each [B, T, R] in `dtype` (float32 or float64). A padding position (-1) counts as 0."""
         phase_BTR = positions_BT.clamp(min=0).to(dtype)[..., None] * self.inv_freq_R.to(dtype)
         return phase_BTR.cos() * self.attention_factor, phase_BTR.sin() * self.attention_factor
 
 
 def rotate(x_BHTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates pair (i, i + R) of every head; computed in the dtype of cos and sin, returned in x's."""
+    """Rotates pair (i, i + R) of every head, in the dtype of cos and sin; the result has x's dtype."""
     cos_B1TR, sin_B1TR = rotary[0][:, None], rotary[1][:, None]
     a_BHTR, b_BHTR = x_BHTD.to(cos_B1TR.dtype).chunk(2, dim=-1)
     rotated = (a_BHTR * cos_B1TR - b_BHTR * sin_B1TR, b_BHTR * cos_B1TR + a_BHTR * sin_B1TR)

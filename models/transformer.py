@@ -1,36 +1,31 @@
-"""The decoder that all families are: embedding, layers, final norm, vocabulary head.
+"""The decoder of all families: embedding, layers, final norm, vocabulary head.
 
 Shapes: B batch, T query tokens, E hidden size, V vocabulary.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
+from inertiakv.compiling.numerics import accumulation_dtype
 
 from .config import ModelConfig
-from .layers import (
-    MLP,
-    Attention,
-    Cache,
-    Embedding,
-    LayerView,
-    Linear,
-    RMSNorm,
-    Rotation,
-    linear,
-    statistics_dtype,
-)
+from .layers import MLP, Attention, Embedding, Linear, RMSNorm, Rotation, linear
 from .moe import SparseMLP
 from .parallel import share
 from .rope import Rotary
 
+if TYPE_CHECKING:
+    from inertiakv.model import ForwardPass, LayerPass
+
 
 class DecoderLayer(nn.Module):
-    """Of attention and MLP it has the rank's part: both only add to the hidden state, which is whole again
-    with the sum over ranks."""
+    """Attention and MLP hold this process's part of the weights; what they add to the hidden state is summed
+    over the group."""
 
     def __init__(self, config: ModelConfig, index: int, tp: TensorParallel) -> None:
         super().__init__()
@@ -43,8 +38,8 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x_BTE: Tensor, rotary: Rotation, view: LayerView) -> Tensor:
-        x_BTE = x_BTE + self.tp.sum(self.self_attn(self.input_layernorm(x_BTE), rotary, view))
+    def forward(self, x_BTE: Tensor, rotary: Rotation, layer_pass: LayerPass) -> Tensor:
+        x_BTE = x_BTE + self.tp.sum(self.self_attn(self.input_layernorm(x_BTE), rotary, layer_pass))
         return x_BTE + self.tp.sum(self.mlp(self.post_attention_layernorm(x_BTE)))
 
 
@@ -53,12 +48,12 @@ class Transformer(nn.Module):
 
     The parameters are not initialised: fill them from a checkpoint (`load_checkpoint`) or yourself.
 
-    With `ranks` it is this rank's part of the model, and so are the sizes in `config`, beside the vocabulary
-    (see parallel.py). Raises ValueError where they do not go into the ranks evenly.
+    In a tensor-parallel group it is this process's part of the model, and so are the sizes in `config` except
+    `vocab_size` (see parallel.py). Raises ValueError if the sizes do not divide evenly.
     """
 
     source = "made in memory"
-    loaded: Any = None  # what loading it took, where it was loaded (checkpoint.py)
+    loaded: Any = None  # a checkpoint.Loaded if it was loaded
     apart_from_graphs = ("source", "loaded")
 
     def __init__(self, config: ModelConfig, tp: TensorParallel = SINGLE_PROCESS) -> None:
@@ -81,19 +76,19 @@ class Transformer(nn.Module):
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, cache: Cache) -> Tensor:
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, forward_pass: ForwardPass) -> Tensor:
         """Hidden states after the final norm, [B, T, E] in the model's dtype.
 
-        tokens_BT, positions_BT: int64 [B, T]. Positions are those of the whole sequence, whatever the cache
-        still holds; a padding token has position -1 and its result means nothing.
+        tokens_BT, positions_BT: int64 [B, T]. Positions count from the beginning of the sequence, whatever
+        has been evicted; a padding token has position -1, and its hidden state is meaningless.
         """
         x_BTE = self.embed_tokens(tokens_BT)
-        rotary = self.rotary(positions_BT, statistics_dtype(x_BTE.dtype))
+        rotary = self.rotary(positions_BT, accumulation_dtype(x_BTE.dtype))
         for index, layer in enumerate(self.layers):
-            x_BTE = cache.run_layer(index, layer, x_BTE, rotary)
+            x_BTE = forward_pass.run_layer(index, layer, x_BTE, rotary)
         return self.norm(x_BTE)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states: [..., E] -> [..., V] in the model's dtype."""
-        table = self.lm_head or self.embed_tokens
-        return self.tp.gather(linear(hidden, table.weight, scale_O1=table.scale))
+        matrix = self.lm_head or self.embed_tokens
+        return self.tp.gather(linear(hidden, matrix.weight, scale_O1=matrix.scale))

@@ -1,8 +1,7 @@
 """Make benchmarks/README.md from the results files beside it.
 
-Examples:
+Example:
   python scripts/bench.py --out benchmarks/laptop.json && python scripts/bench_table.py
-  python scripts/bench_table.py --check       exit code 1 where the page is not what the files give
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
 from inertiakv.evals.reporting.table import markdown_table
-from inertiakv.scripts.benchmarking import KVPRESS_PACKAGES, report, results
+from inertiakv.scripts.benchmarking import report, results
+from inertiakv.scripts.benchmarking.rivals import KVPRESS_PACKAGES
+from inertiakv.scripts.cli import program
 from inertiakv.scripts.planning import check
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -69,25 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench_table.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where results files lie")
-    parser.add_argument("--check", action="store_true", help="write nothing, compare")
-    args = parser.parse_args(argv)
-    target = args.folder / "README.md"
-    try:
-        page = make_page(args.folder)
-        if not args.check:
-            target.write_text(page, encoding="utf-8")
-        elif not target.is_file() or target.read_text(encoding="utf-8") != page:
-            print(f"{target} is not what its results files give: run scripts/bench_table.py", file=sys.stderr)
-            return 1
-    except (OSError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="with results files")
+    folder = parser.parse_args(argv).folder
+    return program.run(lambda: write(folder))
+
+
+def write(folder: Path) -> None:
+    """Write the page, unless something is wrong with a results file."""
+    page = make_page(folder)
+    (folder / "README.md").write_text(page, encoding="utf-8")
 
 
 def make_page(folder: Path) -> str:
-    """The page. Raises ValueError where there are no results, or a file that is none."""
+    """The page. Raises ValueError without results, or for a file that is none."""
     files = sorted(folder.glob("*.json"))
     if not files:
         raise ValueError(f"no results files in {folder}")
@@ -105,23 +100,18 @@ def section(name: str, result: dict[str, Any]) -> str:
     for title, rows in report.cases(result):
         lines += [f"**{title}**", "", markdown_table(report.table_lines(rows)), ""]
     for contender in result["contenders"]:
-        for what, profile in report.profiles(contender):
+        for title, profile in report.profiles(contender):
             ms = {part.replace("_", " "): f"{value:.2f}" for part, value in profile["ms"].items()}
-            where = f"{contender['name']}, {contender['dtype']}, {contender['context']:,} tokens"
-            lines += [
-                f"{what.capitalize()} of {where}, batch {contender['batch']}, in ms ({profile['method']}):",
-                "",
-                markdown_table(report.table_lines([ms])),
-                "",
-                *(f"{line.strip().capitalize()}.\n" for line in report.at_least(profile)),
-            ]
+            lines += [f"{title}, in ms ({profile['method']}):", ""]
+            lines += [markdown_table(report.table_lines([ms])), ""]
+            lines += [f"{line}\n" for line in report.at_least(profile)]
     lines += [f"* {report.scaling_line(line)}" for line in result.get("scaling", ())]
     lines += [f"* Left out: {report.skipped_line(skipped)}" for skipped in result.get("skipped", ())]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def predictions(files: Sequence[Path]) -> list[str]:
-    """What is predicted of the steps in the files, where their model is a known shape."""
+    """What is predicted for the steps in the files whose model is a known shape."""
     rows = check.predict(check.measured(files))
     if not rows:
         return []

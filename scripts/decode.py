@@ -30,7 +30,7 @@ from inertiakv import POLICIES, Decoder, EvictionConfig, Sampling, StopStrings, 
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 from inertiakv.decoding.tensor_parallel import check_rule
 from inertiakv.models import load_model
-from inertiakv.models.parallel import joined
+from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scoring.learned import check_file
 from inertiakv.scripts.cli import options, program, prompts
 from inertiakv.scripts.cli.console import Answer, LiveAnswer, PrefillBar, say
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def decode(args: Arguments) -> None:
     """Answer the prompts, alone or together with the other processes of torchrun, of which one speaks."""
     check_device(args.machine.device)
-    with joined(args.machine.device) as (tp, device), program.silence(tp.rank > 0):
+    with init_tensor_parallel(args.machine.device) as (tp, device), program.silence(tp.rank > 0):
         machine = dataclasses.replace(args.machine, device=str(device))
         answer_prompts(dataclasses.replace(args, machine=machine), tp)
 

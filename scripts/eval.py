@@ -50,7 +50,7 @@ from inertiakv.evals.records import Record, means
 from inertiakv.evals.rules import Rule, choose_rules
 from inertiakv.evals.run import Evaluation, count, make_groups
 from inertiakv.evals.run_meta import NAME, read_meta
-from inertiakv.models.parallel import joined
+from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scripts import decode
 from inertiakv.scripts.cli import options, program
 from inertiakv.scripts.cli.console import say
@@ -158,7 +158,10 @@ def evaluate(args: Arguments, command: str) -> None:
         raise ValueError(f"--batch must be at least 1, got {args.machine.batch}")
     check_device(args.machine.device)
     asked = Asked(command, process, rules, names, lengths, essays)
-    with joined(args.machine.device, process.size) as (tp, device), program.silence(tp.rank > 0):
+    with (
+        init_tensor_parallel(args.machine.device, process.size) as (tp, device),
+        program.silence(tp.rank > 0),
+    ):
         check_ranks(rules, tp)
         records, total = ask(args, asked, tp, str(device))
         report(args.output, records, rules, total)

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# Check and measure everything that needs a GPU, in one call of at most 8 minutes: first the tests of
-# compile_tests/gpu, then scripts/bench.py, from the most to the least important setting. Needs a python with
-# torch, transformers, safetensors, einops, numpy, pytest and hypothesis, and no network.
+# Test and measure on a GPU, in at most 8 minutes: first the tests of compile_tests/gpu, then scripts/bench.py,
+# the most important setting first. Needs a python with torch, transformers, safetensors, einops, numpy, pytest
+# and hypothesis, and no network.
 #
-#   scripts/gpu_check.sh [FILE]      results, as one object that scripts/bench_table.py reads, too
-#                                    (default: benchmarks/NAME-OF-THE-GPU.json)
+#   scripts/gpu_check.sh [FILE]      write one results file (default: benchmarks/NAME-OF-THE-GPU.json)
 #
-# A part that fails or runs out of its time does not stop later ones. The exit code is 0 if every part passed.
-# Settings in the environment, for other machines and for rehearsals: PYTHON, DEVICE, SHAPE, CONTEXTS, BATCHES,
+# A part that fails or takes too long does not stop later ones. The exit code is 0 if every part passed.
+# Environment variables, for other machines and for rehearsals: PYTHON, DEVICE, SHAPE, CONTEXTS, BATCHES,
 # SECONDS_IN_ALL and BENCH_ARGS (more arguments for bench.py).
 set -uo pipefail
 
@@ -25,7 +24,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 deadline=$((SECONDS + ${SECONDS_IN_ALL:-470}))
 
-part() { # NAME SECONDS COMMAND...: run it within its time and what is left of all; note how it went
+part() { # NAME SECONDS COMMAND...: run it within its limit and the total; record how it went
     local name=$1 limit=$2 left=$((deadline - SECONDS)) begin=$SECONDS code
     shift 2
     ((limit <= left)) || limit=$left
@@ -61,4 +60,4 @@ done
 bench dense 80 --context "$first" --policies inertiakv,score_free --attention dense
 bench compile-times 110 --context "$first" --policies lazy4 --compile-times
 
-"$python" -m scripts.benchmarking.combine "$work" "$device" "$file"
+"$python" -m inertiakv.scripts.benchmarking.combine "$work" "$device" "$file"

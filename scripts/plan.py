@@ -17,23 +17,21 @@ Tables go to stdout, or with --json one object. The exit code is 0, or 2 where s
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
-from inertiakv import EvictionConfig, policy
+from inertiakv import policy
 from inertiakv.compiling.collectives import TensorParallel
 from inertiakv.decoding.tensor_parallel import check_rule
 from inertiakv.evals.reporting import figures
@@ -44,11 +42,13 @@ from inertiakv.models.hub import find_config
 from inertiakv.requests.prompts import check_positions
 from inertiakv.scripts.benchmarking.shapes import SHAPES
 from inertiakv.scripts.cli import options, program
-from inertiakv.scripts.planning import chart, check, devices, tables
+from inertiakv.scripts.planning import check, devices, report
+from inertiakv.scripts.planning.devices import Link
 from inertiakv.scripts.planning.plans import FULL, Plan
-from inertiakv.scripts.planning.speed import Link, Shares
+from inertiakv.scripts.planning.speed import Machine, Shares
 
-ALL_REDUCE_US = 10.0
+ALL_REDUCE_LATENCY = 10e-6
+"""Seconds that an all-reduce takes however small it is."""
 
 NotGiven = tyro.conf.arg(help_behavior_hint="")
 Numbers = Annotated[str, tyro.conf.arg(metavar="N,...")]
@@ -83,9 +83,7 @@ class DeviceOptions:
     ranks: Numbers = "1"
     """Devices that a model is split over: heads, MLPs and the vocabulary head, evenly."""
     interconnect_gb_per_s: Annotated[float | None, NotGiven] = None
-    """Between ranks: an all-reduce moves 2 (R - 1) / R of its bytes. Left out, it takes no time."""
-    all_reduce_us: Annotated[float | None, tyro.conf.arg(help_behavior_hint="(default: 10)")] = None
-    """What an all-reduce takes however small it is, in microseconds; there are two a layer, and one more."""
+    """Between ranks, for two all-reduces a layer and one more. Left out, they take no time."""
     share: Annotated[float | None, NotGiven] = None
     """Share of the bandwidth that weights, K and V are read with, instead of those that were measured."""
 
@@ -106,8 +104,6 @@ class RequestOptions:
     """Share of the prompt to evict."""
     budget: Annotated[int | None, NotGiven] = None
     """Instead: tokens to keep."""
-    prefill_chunk: int = 2048
-    """Tokens of a prompt that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -141,85 +137,86 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: Arguments, command: str) -> None:
-    if args.output.check:
+    output = args.output
+    if output.check:
         compare(args)
         return
-    output = args.output
-    check_output(output, args.request.policy)
-    plan = make(args)
-    found = {**plan.as_json(), "notes": notes(plan), "command": command}
-    if output.plot is not None:
-        chart.paint_plan(output.plot, found)
-    if output.out is not None:
-        picture = output.plot and os.path.relpath(output.plot, output.out.parent)
-        output.out.write_text(tables.page(found, picture), encoding="utf-8")
-    print(json.dumps(found) if output.json else tables.text(found))
-
-
-def check_output(output: OutputOptions, policy_name: str) -> None:
-    """Raise ValueError or OSError for what cannot be written."""
     for option, file in (("out", output.out), ("plot", output.plot)):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise ValueError(f"--{option} {file} is no file in a folder that is there")
-    if output.plot is not None and policy_name == FULL:
+    if output.plot is not None and args.request.policy == FULL:
         raise ValueError("--plot draws what compression does, and policy 'full' evicts nothing")
     if output.plot is not None and not figures.available():
         raise ValueError(figures.MISSING)
+    plan = {**make(args).as_json(), "command": command}
+    if output.plot is not None:
+        report.draw_chart(output.plot, plan)
+    if output.out is not None:
+        picture = None if output.plot is None else os.path.relpath(output.plot, output.out.parent)
+        output.out.write_text(report.page(plan, picture), encoding="utf-8")
+    print(json.dumps(plan) if output.json else report.text(plan))
 
 
 def make(args: Arguments) -> Plan:
     """All that the arguments say. Raises ValueError where they make no sense."""
-    given, request = args.device, args.request
-    name, config = args.model.model, read_config(args.model.model)
-    dtype = parse_dtype(args.model.dtype) if args.model.dtype != "auto" else config.stored_dtype
+    request = args.request
+    config = read_config(args.model.model)
+    dtype = config.stored_dtype if args.model.dtype == "auto" else parse_dtype(args.model.dtype)
     dtype = dtype or torch.bfloat16
-    ranks, contexts, batches = (
-        whole_numbers(option, text)
-        for option, text in (("ranks", given.ranks), ("context", request.context), ("batch", request.batch))
-    )
-    for option, number in (("new-tokens", request.new_tokens), ("prefill-chunk", request.prefill_chunk)):
-        devices.check_positive(option, number)
-    rule = chosen_rule(request)
-    fed = rule.draft + 1 if rule is not None and rule.draft else 0
-    check_positions(contexts, request.new_tokens, config.max_positions, fed)
-    for option, share in (("usable", given.usable), ("share", given.share)):
-        if share is not None and not 0 < share <= 1:
-            raise ValueError(f"--{option} must be above 0 and at most 1, got {share:g}")
-    if args.model.quantize is not None and config.moe is not None:
-        raise ValueError("--quantize: the experts of a mixture are not quantised")
+    ranks = options.numbers("ranks", args.device.ranks, int)
+    contexts = options.numbers("context", request.context, int)
+    batches = options.numbers("batch", request.batch, int)
+    new_tokens = [request.new_tokens]
+    names = ("ranks", "context", "batch", "new-tokens")
+    for option, numbers in zip(names, (ranks, contexts, batches, new_tokens), strict=True):
+        devices.check_positive(option, min(numbers))
+    changes = {"compression": request.compression, "budget": request.budget}
+    rule = policy(request.policy, **{name: value for name, value in changes.items() if value is not None})
+    draft = rule.draft + 1 if rule is not None and rule.draft else 0
+    check_positions(contexts, request.new_tokens, config.max_positions, draft)
     for count in ranks:
         check_rule(rule, parallel.share(config, TensorParallel(size=count))[1])
-    rules = {FULL: None, request.policy: rule}
-    link = make_link(given, ranks)
-    device = devices.choose(given.device, given.memory_gb, given.bandwidth_gb_per_s, given.tflops)
-    shares = choose_shares(given.share, device.kind, args.model.quantize or str(dtype).removeprefix("torch."))
+    weights_in = args.model.quantize or str(dtype).removeprefix("torch.")
     return Plan(
-        name=name,
+        name=args.model.model,
         config=config,
         dtype=dtype,
         quantize=args.model.quantize,
-        device=device,
-        shares=shares,
-        link=link,
-        usable=given.usable,
-        rules=rules,
+        machine=make_machine(args.device, max(ranks), weights_in),
+        usable=args.device.usable,
+        policy=request.policy,
+        eviction=rule,
         ranks=ranks,
         contexts=contexts,
         batches=batches,
         new_tokens=request.new_tokens,
-        chunk=request.prefill_chunk,
     )
 
 
+def make_machine(given: DeviceOptions, ranks: int, weights_in: str) -> Machine:
+    """The device, and the shares of its bandwidth that are given or were measured with such weights."""
+    for option, share in (("usable", given.usable), ("share", given.share)):
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"--{option} must be above 0 and at most 1, got {share:g}")
+    link = None
+    if given.interconnect_gb_per_s is not None:
+        devices.check_positive("interconnect-gb-per-s", given.interconnect_gb_per_s)
+        if ranks == 1:
+            raise ValueError("--interconnect-gb-per-s has no effect with one rank")
+        link = Link(1e9 * given.interconnect_gb_per_s, ALL_REDUCE_LATENCY)
+    device = devices.choose(given.device, given.memory_gb, given.bandwidth_gb_per_s, given.tflops)
+    if given.share is not None:
+        return Machine(device, Shares(given.share, given.share, None, "given"), link)
+    return Machine(device, check.shares_for(device.kind, weights_in), link)
+
+
 def read_config(name: str) -> ModelConfig:
-    """Of a shape, a folder or a hub name."""
+    """The config of a well-known shape, of a folder, or of a hub name."""
     if name in SHAPES:
         return parse_config(SHAPES[name])
     if "/" not in name and not Path(name).is_dir():
-        raise ValueError(
-            f"no model {name!r}: no such folder, no hub name (owner/name), no shape; "
-            f"shapes: {', '.join(SHAPES)}"
-        )
+        shapes = ", ".join(SHAPES)
+        raise ValueError(f"no model {name!r}: no such folder, no hub name (owner/name), none of {shapes}")
     file = find_config(name)
     try:
         return parse_config(json.loads(file.read_text(encoding="utf-8")))
@@ -227,76 +224,8 @@ def read_config(name: str) -> ModelConfig:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
 
 
-def whole_numbers(option: str, text: str) -> list[int]:
-    numbers = options.numbers(option, text, int)
-    for number in numbers:
-        devices.check_positive(option, number)
-    return numbers
-
-
-def chosen_rule(request: RequestOptions) -> EvictionConfig | None:
-    changes = {"compression": request.compression, "budget": request.budget}
-    return policy(request.policy, **{key: value for key, value in changes.items() if value is not None})
-
-
-def make_link(given: DeviceOptions, ranks: Sequence[int]) -> Link | None:
-    microseconds = given.all_reduce_us
-    if given.interconnect_gb_per_s is None:
-        if microseconds is not None:
-            raise ValueError("--all-reduce-us has no effect without --interconnect-gb-per-s")
-        return None
-    devices.check_positive("interconnect-gb-per-s", given.interconnect_gb_per_s)
-    if max(ranks) == 1:
-        raise ValueError("--interconnect-gb-per-s has no effect with one rank")
-    microseconds = ALL_REDUCE_US if microseconds is None else microseconds
-    if not 0 <= microseconds < math.inf:
-        raise ValueError(f"--all-reduce-us must be at least 0, got {microseconds:g}")
-    return Link(1e9 * given.interconnect_gb_per_s, 1e-6 * microseconds)
-
-
-def choose_shares(share: float | None, kind: devices.Kind, weights_in: str) -> Shares:
-    """Those given, or measured on this kind of device with such weights, or else those that come nearest."""
-    if share is not None:
-        return Shares(share, share, None, "given")
-    found = check.shares_of(check.measured(sorted(check.FOLDER.glob("*.json"))))
-    if not found:
-        raise ValueError(f"no results in {check.FOLDER} say how fast things are read: give --share")
-    nearest = max(found, key=lambda group: (group[0] == kind, group[1] == weights_in, group[1] == "bfloat16"))
-    return found[nearest]
-
-
-def notes(plan: Plan) -> list[str]:
-    """What a reader should know of where the numbers come from."""
-    said = []
-    if plan.shares.source != "given" and f"on {plan.device.kind} " not in plan.shares.source:
-        said.append(
-            f"nothing was measured on {plan.device.kind} yet: the shares are those of another kind of device"
-        )
-    if plan.device.kind == "cuda" and plan.device.name != devices.THIS:
-        said.append("a bandwidth from a data sheet is more than programs read with")
-    if max(plan.ranks) > 1 and plan.link is None:
-        said.append("all-reduces take no time here: see --interconnect-gb-per-s")
-    if max(plan.ranks) > plan.config.num_kv_heads:
-        said.append(f"{plan.config.num_kv_heads} KV heads are fewer than ranks: each is on several")
-    for rule, context in itertools.product(plan.rules.values(), plan.contexts):
-        if rule is not None and rule.budget is not None and rule.budget >= context:
-            said.append(f"a budget of {rule.budget:,} tokens evicts nothing of a context of {context:,}")
-    for rule in plan.rules.values():
-        if rule is not None and rule.draft and (rule.budget or 0) < max(plan.contexts):
-            said.append(
-                f"rehearsal ms: {rule.drafts} drafts of {rule.draft} tokens before an answer's second token, "
-                "decode steps and a pass over the prompt each, of all rows or, one by one, of each; "
-                "no part of ms and token/s"
-            )
-    if any(rule is not None and rule.allocation in ("adaptive", "model") for rule in plan.rules.values()):
-        said.append(
-            "buffers are as large as the fullest set needs, which only a prompt tells: at least what is said"
-        )
-    return said
-
-
 def compare(args: Arguments) -> None:
-    """The table of predictions and measurements. Raises ValueError where nothing can be compared."""
+    """Print predictions beside measurements. Raises ValueError where nothing can be compared."""
     output = OutputOptions(check=args.output.check, json=args.output.json)
     if args != Arguments(ModelOptions(), DeviceOptions(), RequestOptions(), output):
         raise ValueError("--check plans nothing: --json alone goes with it")
@@ -304,14 +233,9 @@ def compare(args: Arguments) -> None:
     if not rows:
         raise ValueError(f"{args.output.check[0]} has no policies of a known shape to compare with")
     if args.output.json:
-        print(json.dumps([as_object(row) for row in rows]))
+        print(json.dumps([row.as_json() for row in rows]))
         return
     print("\n".join([*aligned(check.table(rows)), "", *check.summary(rows)]))
-
-
-def as_object(row: check.Measured) -> dict[str, Any]:
-    fields = {name: value for name, value in vars(row).items() if name != "sample"}
-    return {**fields, "ms": row.ms, "error": check.error(row.predicted, row.ms)}
 
 
 if __name__ == "__main__":

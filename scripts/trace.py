@@ -1,8 +1,8 @@
 """Look into eviction rules: what they would keep step by step, how stable it is, and which scores decide.
 
 Each prompt is prefilled once, and decoded under every rule with a cache that keeps every token, so that what
-the rules would choose can be compared; then once more under each policy with its real budget, for the views
-that show what is really kept.
+the rules would choose can be compared; then once more under each policy with its real budget, to show what is
+really kept.
 
 Examples:
   python scripts/trace.py --prompt-file book.txt --steps 128 --out traces
@@ -32,7 +32,6 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
 from inertiakv import Decoder, EvictionConfig
-from inertiakv.evals.diagnostics import cached_sets
 from inertiakv.evals.reporting import figures
 from inertiakv.evals.reporting.table import Table
 from inertiakv.scripts import decode
@@ -40,18 +39,9 @@ from inertiakv.scripts.benchmarking import results
 from inertiakv.scripts.cli import options, program, prompts
 from inertiakv.scripts.cli.console import PrefillBar, say
 from inertiakv.scripts.cli.machine import check_device
-from inertiakv.scripts.tracing import analysis, plots, text_view
-from inertiakv.scripts.tracing.runs import (
-    LEAST_STEPS,
-    Rules,
-    Run,
-    choose_rules,
-    record,
-    record_evicting,
-    same_steps,
-)
-from inertiakv.scripts.tracing.tables import page, tables
-from inertiakv.scripts.tracing.text_view import Token, View
+from inertiakv.scripts.tracing import analysis, plots, runs, tables, text
+from inertiakv.scripts.tracing.runs import Rules, Run
+from inertiakv.scripts.tracing.text import TracedText
 
 Names = Annotated[str, tyro.conf.arg(metavar="NAME,...|none")]
 
@@ -128,8 +118,8 @@ def trace(args: Arguments, command: str) -> None:
     """Run the rules over the prompts. What is wrong by itself is found before the model is loaded."""
     rules = read_rules(args.rules)
     given = decode.read_prompts(args.prompt)
-    if args.run.steps < LEAST_STEPS:
-        raise ValueError(f"--steps must be at least {LEAST_STEPS}, got {args.run.steps}")
+    if args.run.steps < runs.LEAST_STEPS:
+        raise ValueError(f"--steps must be at least {runs.LEAST_STEPS}, got {args.run.steps}")
     if args.output.show and args.output.json:
         raise ValueError("--show has no effect with --json, which prints one object")
     if args.output.show and not rules.policies:
@@ -157,8 +147,7 @@ def trace(args: Arguments, command: str) -> None:
         "prompts": [one.report for one in traced],
         "mean": analysis.average([one.report["statistics"] for one in traced]),
     }
-    views = [view for one in traced for view in one.views]
-    made = tables(report["mean"])
+    made = tables.tables(report["mean"])
     if args.output.out is not None:
         write(args.output.out, report, made, traced)
     if args.output.json:
@@ -166,42 +155,40 @@ def trace(args: Arguments, command: str) -> None:
         return
     print("\n\n".join(table.text() for table in made))
     if args.output.show:
-        colour = text_view.in_colour(sys.stdout)
-        for view in views:
-            print("\n" + text_view.terminal(view, colour))
+        colour = text.in_colour(sys.stdout)
+        for shown in (shown for one in traced for shown in one.texts):
+            print("\n" + text.terminal(shown, colour))
 
 
 def read_rules(args: RuleOptions) -> Rules:
+    def names(listed: str) -> list[str]:
+        return [] if listed == "none" else list(dict.fromkeys(listed.split(",")))
+
     kept = {"compression": args.compression, "budget": args.budget}
-    return choose_rules(
-        _names(args.policies),
-        _names(args.scorers),
-        _names(args.couplings),
-        _names(args.step_alphas),
+    return runs.choose_rules(
+        names(args.policies),
+        names(args.scorers),
+        names(args.couplings),
+        options.numbers("step-alphas", None if args.step_alphas == "none" else args.step_alphas, float),
         {name: value for name, value in kept.items() if value is not None},
         args.scorer_file,
     )
 
 
-def _names(text: str) -> list[str]:
-    return [] if text == "none" else list(dict.fromkeys(text.split(",")))
-
-
 @dataclass(frozen=True)
-class Traced:
-    """What came of one prompt: numbers, texts, and the runs of the policies with their real budgets."""
-
+class TracedPrompt:
     report: dict[str, Any]
-    views: list[View]
-    real: dict[str, Run]
+    evicting: dict[str, Run]
+    """The policies' runs with their real budgets."""
+    texts: list[TracedText]
 
 
 def trace_prompt(
     model: Any, tokenizer: Any, prompt: list[int], rules: Rules, args: Arguments, name: str
-) -> Traced:
+) -> TracedPrompt:
     """Every rule over one prompt. Raises ValueError where its answer is over too soon."""
     machine: dict[str, Any] = {"compile": args.machine.compile, "attention": args.machine.attention}
-    eos: list[int] | None = [] if args.run.ignore_eos else None
+    how = machine | {"steps": args.run.steps, "eos_token_ids": [] if args.run.ignore_eos else None}
     source = Decoder(model, None, **machine)
     with contextlib.closing(PrefillBar(len(prompt))) as bar:
         source.prefill(prompt, max_new_tokens=args.run.steps + 1, progress=bar)
@@ -212,61 +199,41 @@ def trace_prompt(
     with tqdm(total=total, desc=name, unit=" runs", disable=None, leave=False) as progress:
 
         def run(recorder: Callable[..., Run], of: EvictionConfig | Run) -> Run:
-            done = recorder(source, of, args.run.steps, eos, **machine)
+            done = recorder(source, of, **how)
             progress.update()
             return done
 
-        runs = same_steps([run(record, rule) for rule in different])
-        shadows = dict(zip(different, runs, strict=True))
-        real = {policy: run(record_evicting, shadows[rule]) for policy, rule in rules.policies.items()}
+        same = runs.same_steps([run(runs.record, rule) for rule in different])
+        uncut = dict(zip(different, same, strict=True))
+        evicting = {policy: run(runs.record_evicting, uncut[rule]) for policy, rule in rules.policies.items()}
     say(f"{name}: statistics ...")
-    any_run = next(iter(shadows.values()))
     report = {
         "tokens": len(prompt),
-        "budget": any_run.budget,
-        "steps": any_run.trace.steps,
-        "answer": any_run.tokens,
-        "statistics": analysis.analyse(rules, shadows),
-        "churn": {label: analysis.churn_series(shadows[rule]) for label, rule in rules.distinct.items()},
+        "budget": same[0].budget,
+        "steps": same[0].trace.steps,
+        "answer": same[0].tokens,
+        "statistics": analysis.analyse(rules, uncut),
+        "churn": {label: analysis.churn_series(uncut[rule]) for label, rule in rules.distinct.items()},
     }
-    views = [view_of(f"{name}, {policy}", tokenizer, prompt, done) for policy, done in real.items()]
-    return Traced(report, views, real)
+    texts = [text.traced_text(f"{name}, {policy}", tokenizer, prompt, of) for policy, of in evicting.items()]
+    return TracedPrompt(report, evicting, texts)
 
 
-def view_of(title: str, tokenizer: Any, prompt: list[int], run: Run) -> View:
-    """The prompt and the answer, and what the run kept of them at its end."""
-    present_TP, kept_TP = run.trace.present_TP, cached_sets(run.trace, run.budget)
-    steps_P = present_TP.sum(0)  # tokens never come back, so that these are one stretch
-    start_P = present_TP.int().argmax(0)
-    last_P = (start_P + steps_P - 1).clamp_min(0)
-    utilities = run.trace.utility_TP.gather(0, last_P[None])[0].tolist()
-    gone = [
-        None if kept else int(last) + 1 if seen else 0
-        for kept, last, seen in zip(kept_TP[-1].tolist(), last_P.tolist(), steps_P.tolist(), strict=True)
-    ]
-    ids = [*prompt, *run.tokens[: run.trace.steps]]
-    texts = text_view.pieces(tokenizer, ids)
-    return View(title, [Token(*token) for token in zip(texts, utilities, gone, strict=True)])
-
-
-def write(folder: Path, report: dict[str, Any], made: Sequence[Table], traced: Sequence[Traced]) -> None:
+def write(
+    folder: Path, report: dict[str, Any], made: Sequence[Table], traced: Sequence[TracedPrompt]
+) -> None:
     """Everything into a folder. Pictures are of the first prompt, but for the means of Jaccard."""
     results.write(folder / "trace.json", analysis.plain(report))
-    (folder / "tables.md").write_text(page(report, made), encoding="utf-8")
-    views = [view for one in traced for view in one.views]
-    if views:
-        (folder / "text.html").write_text(text_view.page(views), encoding="utf-8")
+    (folder / "tables.md").write_text(tables.page(report, made), encoding="utf-8")
+    if texts := [shown for one in traced for shown in one.texts]:
+        (folder / "text.html").write_text(text.page(texts), encoding="utf-8")
     if not figures.available():
         say(figures.MISSING)
         return
     first = traced[0]
     plots.churn(folder / "churn.png", first.report["churn"])
-    if first.real:
-        rasters = {
-            name: (run.trace.utility_TP, cached_sets(run.trace, run.budget))
-            for name, run in first.real.items()
-        }
-        plots.retention(folder / "retention.png", rasters)
+    if first.evicting:
+        plots.retention(folder / "retention.png", first.evicting)
     if len(report["mean"]["spectrum"]) > 1:
         plots.matrix(folder / "jaccard.png", report["mean"]["jaccard"]["layers"])
 

@@ -7,24 +7,20 @@ the best tenth of the tokens, are measured there before and after.
 Examples:
   python scripts/train_scorer.py --text manual.txt book.txt --out scorer.safetensors
   python scripts/train_scorer.py --text *.txt --length 2048 --steps 200 --out scorer.safetensors
-  python scripts/train_scorer.py --text *.txt --length 2048 --steps 200 --out scorer.safetensors --resume
 
-The scorer (float16) and a JSON of its settings and results are written at the end. Until then a checkpoint
-stands beside them, from which --resume goes on, to the same scorer, when a run was broken off. The results go
-to stdout, progress to stderr. The exit code is 0, or 2 where the command line or a file is wrong.
+The scorer (float16) and a JSON of its settings and results are written at the end. The results go to stdout,
+progress to stderr. The exit code is 0, or 2 where the command line or a file is wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import hashlib
 import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +32,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
+from inertiakv.evals.reporting.table import aligned
 from inertiakv.models import Transformer, load_model
 from inertiakv.models.encoding import encode_text
 from inertiakv.scoring.learned import RANK, save_scorer, settings_path
@@ -43,16 +40,16 @@ from inertiakv.scripts.cli import options, program
 from inertiakv.scripts.cli.console import say
 from inertiakv.scripts.cli.machine import ModelOptions, check_device, loading
 from inertiakv.scripts.cli.prompts import read_text
-from inertiakv.scripts.training.distill import Distillation, Quality, Recipe
+from inertiakv.scripts.training import distill
 
 LEAST_LENGTH = 32
-SAVE_EVERY = 10
-"""Steps between checkpoints."""
+TELL_EVERY = 10
+"""Steps between lines of progress where there is no terminal."""
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What the model reads while its attention is watched."""
+    """What the model reads."""
 
     text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...", help_behavior_hint="")] = ()
     """Text files in UTF-8, joined and cut into pieces."""
@@ -67,7 +64,6 @@ class TrainingOptions:
     """How it learns: one piece of text a step, all layers of it."""
 
     steps: int = 400
-    """Steps in all, those before --resume included."""
     queries: int = 32
     """Queries of a piece, drawn at random, that are learned from."""
     lr: float = 0.005
@@ -75,8 +71,6 @@ class TrainingOptions:
     falls to nothing along a cosine."""
     seed: int = 0
     """Of everything random."""
-    resume: options.Switch = False
-    """Go on with a run of the same options that was broken off."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +95,6 @@ class Arguments:
     machine: MachineOptions
     output: OutputOptions
 
-    @property
-    def checkpoint(self) -> Path:
-        return self.output.out.with_suffix(".checkpoint.safetensors")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     return program.run(
@@ -124,23 +114,23 @@ def run(args: Arguments) -> None:
             )
     tokens_CT = pieces(model, encode_text(tokenizer, "\n\n".join(texts)), args.text.length)
     settings = describe(args, texts, tokens_CT, model)
-    recipe = Recipe(args.training.queries, args.training.steps, args.training.lr, args.training.seed)
-    distillation = Distillation(model, tokens_CT, recipe)
-    say(f"learning from {len(distillation.texts_CT)} pieces, {len(distillation.held_out_CT)} are held out")
-    if args.training.resume:
-        distillation.load(args.checkpoint, settings)
-        say(f"going on after step {distillation.step:,}")
-    train(distillation, args.checkpoint, settings)
+    recipe = distill.Recipe(args.training.queries, args.training.steps, args.training.lr, args.training.seed)
+    texts_CT, held_out_CT = distill.split(tokens_CT, recipe)
+    say(f"learning from {len(texts_CT)} pieces, {len(held_out_CT)} are held out")
+    scorer = distill.untrained(model, recipe)
+    tell(distill.train(model, scorer, texts_CT, recipe), recipe.steps)
     say("measuring ...")
-    scorer = copy.deepcopy(distillation.scorer).half()
-    before, after = distillation.measure(distillation.untrained()), distillation.measure(scorer)
+    scorer = scorer.half()
+    before, after = (
+        distill.measure(model, measured, held_out_CT, recipe)
+        for measured in (distill.untrained(model, recipe), scorer)
+    )
     settings["held_out"] = {
-        "pieces": len(distillation.held_out_CT),
-        "untrained": {"spearman": before.spearman, "jaccard": before.jaccard},
-        "trained": dataclasses.asdict(after),
+        "pieces": len(held_out_CT),
+        "untrained": {name: before[name] for name in ("spearman", "jaccard")},
+        "trained": after,
     }
     save_scorer(args.output.out, scorer, settings)
-    args.checkpoint.unlink()
     say(f"wrote {args.output.out} and {settings_path(args.output.out)}")
     print(json.dumps(settings) if args.output.json else table(before, after))
 
@@ -160,13 +150,6 @@ def check(args: Arguments) -> None:
     folder = args.output.out.parent
     if not folder.is_dir():
         raise ValueError(f"--out {args.output.out}: there is no folder {folder}")
-    if args.training.resume and not args.checkpoint.is_file():
-        raise ValueError(f"nothing to resume: there is no {args.checkpoint}")
-    if not args.training.resume and args.checkpoint.exists():
-        raise ValueError(
-            f"{args.checkpoint} is left of a run that was broken off: --resume goes on with it; remove it to "
-            "start anew"
-        )
     check_device(args.machine.device)
 
 
@@ -195,43 +178,36 @@ def describe(args: Arguments, texts: list[str], tokens_CT: Tensor, model: Transf
         "dtype": str(model.dtype).removeprefix("torch."),
         "weights": name if folder.is_dir() else model.source,
         "sizes": {**sizes, "rank": RANK},
-        "text": [_fingerprint(path, text) for path, text in zip(args.text.text, texts, strict=True)],
+        "text": [
+            {
+                "name": path.name,
+                "characters": len(text),
+                "sha256": hashlib.sha256(text.encode()).hexdigest(),
+            }
+            for path, text in zip(args.text.text, texts, strict=True)
+        ],
         "note": args.text.note,
         "pieces": len(tokens_CT),
         "command": f"python scripts/train_scorer.py --text {names} {command}",
     }
 
 
-def _fingerprint(path: Path, text: str) -> dict[str, Any]:
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return {"name": path.name, "characters": len(text), "sha256": digest}
-
-
-def train(distillation: Distillation, checkpoint: Path, settings: dict[str, Any]) -> None:
-    """All steps that are left, with a bar on a terminal and elsewhere a line now and then."""
-    steps = distillation.recipe.steps
-    bar = tqdm(total=steps, initial=distillation.step, desc="training", disable=None, leave=False)
-    with contextlib.closing(bar):
-        start, first = time.perf_counter(), distillation.step
-        while distillation.step < steps:
-            loss = distillation.train_step()
-            bar.update()
+def tell(losses: Iterator[float], steps: int) -> None:
+    """Go through all steps, with a bar on a terminal and elsewhere a line now and then."""
+    start = time.perf_counter()
+    with tqdm(losses, total=steps, desc="training", disable=None, leave=False) as bar:
+        for step, loss in enumerate(bar, 1):
             bar.set_postfix(loss=f"{loss:.3f}")
-            if distillation.step % SAVE_EVERY and distillation.step < steps:
-                continue
-            distillation.save(checkpoint, settings)
-            if bar.disable:
-                seconds = (time.perf_counter() - start) / (distillation.step - first)
-                say(f"step {distillation.step:,} of {steps:,}: loss {loss:.3f}, {seconds:.2f} s a step")
+            if bar.disable and (step % TELL_EVERY == 0 or step == steps):
+                seconds = (time.perf_counter() - start) / step
+                say(f"step {step:,} of {steps:,}: loss {loss:.3f}, {seconds:.2f} s a step")
 
 
-def table(before: Quality, after: Quality) -> str:
-    rows = [
-        ("held out", "untrained", "trained"),
-        ("Spearman with attention", f"{before.spearman:.3f}", f"{after.spearman:.3f}"),
-        ("Jaccard of the best tenth", f"{before.jaccard:.3f}", f"{after.jaccard:.3f}"),
-    ]
-    return "\n".join(f"{name:<27}{left:>10}{right:>10}" for name, left, right in rows)
+def table(before: dict[str, Any], after: dict[str, Any]) -> str:
+    rows = [["held out", "untrained", "trained"]]
+    for title, name in (("Spearman with attention", "spearman"), ("Jaccard of the best tenth", "jaccard")):
+        rows.append([title, f"{before[name]:.3f}", f"{after[name]:.3f}"])
+    return "\n".join(aligned(rows))
 
 
 if __name__ == "__main__":

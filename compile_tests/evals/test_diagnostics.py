@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import pearsonr, rankdata
 from torch import Tensor
 
 from inertiakv import EvictionConfig
@@ -106,8 +108,8 @@ def as_sets(mask: Tensor) -> list[set[int]]:
     return [set(row.nonzero()[:, 0].tolist()) for row in mask]
 
 
-def masks(sets: Sequence[set[int]], length: int = 8) -> Tensor:
-    return torch.tensor([[p in one for p in range(length)] for one in sets])
+def as_dicts(value: Tensor) -> list[dict[int, float]]:
+    return [{p: v for p, v in enumerate(row) if not math.isnan(v)} for row in value.tolist()]
 
 
 def average(values: Sequence[float]) -> float:
@@ -116,18 +118,12 @@ def average(values: Sequence[float]) -> float:
 
 
 def close(actual: Tensor | float, expected: Sequence[float] | float) -> None:
-    actual = torch.as_tensor(actual).double()
-    torch.testing.assert_close(
-        actual,
-        torch.tensor(expected, dtype=torch.float64).reshape(actual.shape),
-        rtol=1e-5,
-        atol=1e-6,
-        equal_nan=True,
-    )
+    actual = torch.as_tensor(actual, dtype=torch.float64)
+    wanted = torch.tensor(expected, dtype=torch.float64).reshape(actual.shape)
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 # From slots to positions
-# ----------------------------------------------------------------------------------------------------------
 
 
 @given(made_runs(), st.integers(0, 99))
@@ -135,12 +131,8 @@ def test_nothing_depends_on_slots(run: Made, seed: int) -> None:
     trace = run.trace(seed)
     assert as_sets(trace.present_TP) == run.present
     assert trace.newest_T.tolist() == run.newest
-    for step, utility in enumerate(run.utilities):
-        values = trace.utility_TP[step].tolist()
-        assert {p: value for p, value in enumerate(values) if not math.isnan(value)} == utility
-        for layer, votes in enumerate(run.scores[step]):
-            values = trace.score_TLP[step, layer].tolist()
-            assert {p: value for p, value in enumerate(values) if not math.isnan(value)} == votes
+    assert as_dicts(trace.utility_TP) == run.utilities
+    assert [as_dicts(layers_LP) for layers_LP in trace.score_TLP] == run.scores
     assert trace.scored_T.tolist() == [any(layers) for layers in run.scores]
 
 
@@ -168,7 +160,7 @@ def test_a_run_is_its_first_steps_and_those_after_them(run: Made, steps: int) ->
     later = Made(run.utilities[steps:], run.scores[steps:], run.newest[steps:])
     if later.newest:
         joined = whole.first(steps).then(later.trace(seed=1))
-        for name in ("utility_TP", "score_TLP", "present_TP", "protected_TP", "newest_T"):
+        for name in ("utility_TP", "score_TLP", "protected_TP", "newest_T"):
             torch.testing.assert_close(getattr(joined, name), getattr(whole, name), equal_nan=True)
 
 
@@ -181,7 +173,6 @@ def test_protected_tokens_are_those_of_the_rule() -> None:
 
 
 # Sets
-# ----------------------------------------------------------------------------------------------------------
 
 
 def test_of_equals_the_newer_token_stays() -> None:
@@ -225,68 +216,30 @@ def test_cached_sets_are_what_the_next_step_saw() -> None:
 
 
 # Statistics
-# ----------------------------------------------------------------------------------------------------------
-
-
-def test_known_churn() -> None:
-    set_TP = masks([{0, 1, 2, 3}, {0, 1, 2, 4}, {0, 1, 2, 4}, {5, 6, 7, 4}])
-    assert dx.arrivals(set_TP).tolist() == [1, 0, 3]
-    close(dx.churn(set_TP), [0.25, 0, 0.75])
-    assert dx.at_most_one_change(set_TP).tolist() == [1, 1, 0]
-    close(dx.jaccard(set_TP[0], set_TP[1]), 3 / 5)
-    close(dx.jaccard(set_TP[0], set_TP[3]), 0)
-    close(dx.share_lost(set_TP[0], set_TP[1]), 1 / 4)
-    close(dx.share_lost(set_TP[0], masks([{0}])[0]), 3 / 4)
-    assert dx.churn(set_TP[:1]).shape == (0,)
-
-
-def test_known_margin() -> None:
-    value = torch.tensor([0.0, 2.0, 4.0, 6.0, 100.0, NAN])
-    inside, outside = masks([{2, 3}], 6), masks([{0, 1}], 6)
-    # 4 - 2, over the deviation of 0, 2, 4, 6: the square root of (9 + 1 + 1 + 9) / 4.
-    close(dx.boundary_margin(value[None], inside, outside), [2 / math.sqrt(5)])
-    nothing = torch.zeros_like(outside)
-    assert dx.boundary_margin(value[None], inside, nothing).isnan().all()
-    assert dx.boundary_margin(torch.ones(1, 6), inside, outside).isnan().all()
 
 
 def test_known_entropy() -> None:
     score = torch.tensor(
         [
-            [1.0, 1.0, 1.0, 1.0, NAN],  # flat, whatever its sum
-            [0.0, 9.0, 0.0, 0.0, NAN],
-            [2.0, 1.0, 1.0, NAN, NAN],
-            [1.0, -1.0, 2.0, 1.0, 1.0],
-            [0.0, 0.0, 0.0, 0.0, 0.0],
-            [3.0, NAN, NAN, NAN, NAN],
+            [1, 1, 1, 1, NAN],  # flat, whatever its sum
+            [0, 9, 0, 0, NAN],
+            [2, 1, 1, NAN, NAN],
+            [1, -1, 2, 1, 1],
+            [0, 0, 0, 0, 0],
+            [3, NAN, NAN, NAN, NAN],
         ]
     )
     half = (0.5 * math.log(2) + 0.5 * math.log(4)) / math.log(3)
     close(dx.score_entropy(score), [1, 0, half, NAN, NAN, NAN])
 
 
-def test_known_rank_changes() -> None:
-    value = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.0], [1.0, 3.0, 2.0, 5.0, 9.0], [5.0, 7.0, 6.0, 9.0, 13.0]])
-    everything = torch.ones(3, 5, dtype=torch.bool)
-    # From 4 3 2 1 0 to 0 2 1 3 4, by 4 + 1 + 1 + 2 + 4 places of 4 for each of 5; then to the same.
-    close(dx.rank_changes(value, everything), [12 / 5 / 4, 0])
-    only = masks([{0, 1, 2}, {1, 2, 4}, {1}], 5)  # 1 and 2 stay, in their order; then one alone
-    close(dx.rank_changes(value, only), [0, NAN])
-
-
 def python_ranks(values: dict[int, float]) -> dict[int, float]:
-    below = {p: sum(v < values[p] for v in values.values()) for p in values}
-    equal = {p: sum(v == values[p] for v in values.values()) for p in values}
-    return {p: below[p] + (equal[p] - 1) / 2 for p in values}
+    return dict(zip(values, rankdata(list(values.values())) - 1, strict=True))
 
 
 def python_spearman(a: dict[int, float], b: dict[int, float]) -> float:
-    if not a or not b:
-        return NAN
-    x, y = python_ranks(a), python_ranks(b)
-    mean = (len(x) - 1) / 2
-    xx, yy = (sum((v - mean) ** 2 for v in r.values()) for r in (x, y))
-    return sum((x[p] - mean) * (y[p] - mean) for p in x) / math.sqrt(xx * yy) if xx * yy else NAN
+    x, y = ([*python_ranks(values).values()] for values in (a, b))
+    return pearsonr(x, y).statistic if len({*x}) > 1 and len({*y}) > 1 else NAN
 
 
 def python_rank_changes(run: Made, sets: Sequence[set[int]]) -> list[float]:
@@ -297,13 +250,6 @@ def python_rank_changes(run: Made, sets: Sequence[set[int]]) -> list[float]:
         moved = sum(abs(now[p] - before[p]) for p in common)
         changes.append(moved / len(common) / (len(common) - 1) if len(common) > 1 else NAN)
     return changes
-
-
-@given(made_runs(), budgets)
-def test_rank_changes(run: Made, budget: int) -> None:
-    trace = run.trace()
-    expected = python_rank_changes(run, [top(utility, budget) for utility in run.utilities])
-    close(dx.rank_changes(trace.utility_TP, dx.ema_sets(trace, budget)), expected)
 
 
 @given(made_runs(), budgets)
@@ -339,53 +285,40 @@ def test_a_row_of_the_table(run: Made, budget: int) -> None:
         "score_entropy": [entropy(score) for score in run.raw],
         "rank_changes": python_rank_changes(run, ema),
     }.items():
-        close(getattr(actual, name), average(expected))
+        close(actual[name], average(expected))
 
 
 def test_a_run_that_took_no_scores_has_the_rest_of_the_row() -> None:
     row = dx.stability(Made([{0: 1.0, 1: 2.0}, {0: 1.0, 1: 0.0, 2: 3.0}], [[{}], [{}]], [1, 2]).trace(), 1)
-    assert row.ema_churn == 1
-    assert math.isnan(row.raw_churn)
-    assert math.isnan(row.score_entropy)
+    assert row["ema_churn"] == 1
+    assert math.isnan(row["raw_churn"])
+    assert math.isnan(row["score_entropy"])
 
 
 def test_protected_tokens_are_no_part_of_the_margin() -> None:
     run = Made([{0: -9.0, 1: 1.0, 2: 5.0, 3: 8.0}], [[{}]], [3])
     protected = row_trace(run.recording(), limits=limits(sinks=1, recent=0))
     spread = torch.tensor([1.0, 5.0, 8.0]).std(correction=0).item()
-    close(dx.stability(protected, 2).boundary_margin, (8 - 5) / spread)
+    close(dx.stability(protected, 2)["boundary_margin"], (8 - 5) / spread)
 
 
 # Between scorers
-# ----------------------------------------------------------------------------------------------------------
 
 
 @given(made_runs(), st.randoms(use_true_random=False), budgets)
-def test_two_scorers(run: Made, random: object, budget: int) -> None:
-    other = Made(
-        run.utilities,
-        [[{p: float(random.randint(0, 4)) for p in votes} for votes in layers] for layers in run.scores],  # type: ignore[attr-defined]
-        run.newest,
-    )
-    a, b = run.trace(seed=1), other.trace(seed=2)
-    layers = range(len(run.scores[0]))
-    pairs = [list(zip(x, y, strict=True)) for x, y in zip(run.scores, other.scores, strict=True)]
-    close(
-        dx.layer_spearman(a, b),
-        [average([python_spearman(*step[layer]) for step in pairs]) for layer in layers],
-    )
-    close(
-        dx.layer_jaccard(a, b, budget),
-        [
-            average(
-                [
-                    len(top(x, budget) & top(y, budget)) / len(top(x, budget) | top(y, budget)) if x else NAN
-                    for x, y in (step[layer] for step in pairs)
-                ]
-            )
-            for layer in layers
-        ],
-    )
+def test_two_scorers(run: Made, random: Random, budget: int) -> None:
+    scores = [[{p: float(random.randint(0, 4)) for p in votes} for votes in layers] for layers in run.scores]
+    a, b = run.trace(seed=1), Made(run.utilities, scores, run.newest).trace(seed=2)
+
+    def by_layer(of: Callable[[dict[int, float], dict[int, float]], float]) -> list[float]:
+        pairs = zip(zip(*run.scores, strict=True), zip(*scores, strict=True), strict=True)
+        return [average([of(x, y) for x, y in zip(*steps, strict=True)]) for steps in pairs]
+
+    def jaccard(x: dict[int, float], y: dict[int, float]) -> float:
+        return len(top(x, budget) & top(y, budget)) / len(top(x, budget) | top(y, budget)) if x else NAN
+
+    close(dx.layer_spearman(a, b), by_layer(python_spearman))
+    close(dx.layer_jaccard(a, b, budget), by_layer(jaccard))
 
 
 def test_an_order_is_kept_by_whatever_grows() -> None:
@@ -398,19 +331,16 @@ def test_an_order_is_kept_by_whatever_grows() -> None:
 def test_runs_of_different_steps_are_not_compared() -> None:
     a = Made([{0: 1.0, 1: 2.0}], [[{0: 1.0, 1: 2.0}]], [1]).trace()
     b = Made([{0: 1.0, 1: 2.0, 2: 1.0}], [[{0: 1.0, 1: 2.0, 2: 1.0}]], [2]).trace()
-    with pytest.raises(ValueError, match=r"\[1, 2\] and \[1, 3\]"):
-        dx.layer_spearman(a, b)
-    with pytest.raises(ValueError, match="the same tokens"):
-        dx.layer_jaccard(b, a, 1)
+    for compared in (dx.layer_spearman, lambda *traces: dx.layer_jaccard(*traces, 1)):
+        with pytest.raises(ValueError, match=r"\[1, 2\] and \[1, 3\]"):
+            compared(a, b)
 
 
 # Layers
-# ----------------------------------------------------------------------------------------------------------
 
 RULES = [
     EvictionConfig(),
-    EvictionConfig(alpha=0.5),
-    EvictionConfig(coupling="temporal"),
+    EvictionConfig(coupling="temporal", alpha=0.5),
     EvictionConfig(coupling="layer"),
     EvictionConfig(step_alpha=0.7),
     EvictionConfig(aggregation="single"),
@@ -432,9 +362,8 @@ def followed(run: Made, config: EvictionConfig) -> Made:
     return Made(utilities, run.scores, run.newest)
 
 
-@pytest.mark.parametrize("config", RULES, ids=map(str, range(len(RULES))))
-@given(run=made_runs())
-def test_layers_and_the_past_add_up_to_the_utility(config: EvictionConfig, run: Made) -> None:
+@given(made_runs(), st.sampled_from(RULES))
+def test_layers_and_the_past_add_up_to_the_utility(run: Made, config: EvictionConfig) -> None:
     trace = followed(run, config).trace()
     expected_TP = trace.scored().utility_TP.nan_to_num(0)
     torch.testing.assert_close(dx.addends(trace, config).sum(1), expected_TP, rtol=1e-4, atol=1e-5)
@@ -473,9 +402,8 @@ def test_a_vote_against_is_negative_and_the_past_has_a_vote() -> None:
     close(profile.decided_L, [0, 0.5, 0.5])
 
 
-@pytest.mark.parametrize("config", RULES[:3], ids=["alpha 0.8", "alpha 0.5", "temporal"])
-@given(run=made_runs(), budget=budgets)
-def test_layer_profile(config: EvictionConfig, run: Made, budget: int) -> None:
+@given(made_runs(), st.sampled_from(RULES[:2]), budgets)
+def test_layer_profile(run: Made, config: EvictionConfig, budget: int) -> None:
     run = followed(run, config)
     layers = len(run.scores[0])
     voting = [layer for layer in range(layers) if any(step[layer] for step in run.scores)]

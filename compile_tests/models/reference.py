@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from inertiakv.models import ModelConfig, Transformer, parse_config
 from inertiakv.models.checkpoint import SINGLE, checkpoint_views
-from inertiakv.models.parse import FAMILIES as SUPPORTED
+from inertiakv.models.config import FAMILIES as SUPPORTED
 
 VOCAB = 97
 ARCHITECTURES = {family.model_type: family.architecture for family in SUPPORTED}

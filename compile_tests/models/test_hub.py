@@ -7,7 +7,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
+import huggingface_hub.constants
+import huggingface_hub.errors
+import huggingface_hub.utils
 import pytest
 
 from compile_tests.models.reference import raw_config, tiny_checkpoint

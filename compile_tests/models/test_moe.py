@@ -6,7 +6,6 @@ import torch._dynamo
 from torch import Tensor
 
 from inertiakv.models import MoEConfig
-from inertiakv.models.layers import Linear
 from inertiakv.models.moe import Experts, SparseMLP, _grouped
 
 
@@ -104,22 +103,3 @@ def test_checkpoint_views_cover_the_experts() -> None:
     for view in views.values():
         view.add_(1.0)
     assert all((parameter == 1.0).all() for parameter in experts.parameters())
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_linear_on_one_row_equals_the_library(dtype: torch.dtype, bias: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    layer = Linear(48, 20, bias)
-    for parameter in layer.parameters():
-        parameter.normal_(generator=generator)
-    layer = layer.to(dtype)
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="eager")
-    for shape in [(48,), (1, 48), (1, 1, 48), (2, 1, 48)]:
-        x = torch.randn(shape, generator=generator).to(dtype)
-        actual, expected = compiled(x), layer(x)
-        assert actual.shape == expected.shape
-        assert actual.dtype == dtype
-        tolerance = 0.1 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)

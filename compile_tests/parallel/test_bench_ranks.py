@@ -1,4 +1,4 @@
-"""`scripts/bench.py` with torchrun: what it reports of a model on two processes."""
+"""`scripts/bench.py` with torchrun: what it reports for a model on two processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inertiakv.scripts import bench
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYER = 2 * 64 * 32 + 2 * 64 * 16 + 3 * 64 * 64 + 2 * 64
-"""Weights of half a layer of the tiny shape: q and o, k and v, MLP; and the norms."""
+"""Half of a layer's weights in the tiny shape: q and o, k and v, MLP; and its norms, whole."""
 
 
 @pytest.mark.slow
@@ -25,17 +25,17 @@ def test_times_of_all_and_bytes_of_one(tmp_path: Path) -> None:
     command = [*torchrun, "scripts/bench.py", *argv]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)  # of one of them
+    result = json.loads(done.stdout)  # one of them prints
     assert json.loads((tmp_path / "out.json").read_text()) == result
     assert done.stderr.count("loading tiny") == 1
     assert result["model"]["ranks"] == 2
-    assert result["model"]["parameters"] == 2 * LAYER + 64 + 2 * 256 * 64
+    assert result["model"]["parameters"] == LAYER + 64 + 2 * 256 * 64
     assert result["reference"] == "full"
     names = [contender["name"] for contender in result["contenders"]]
     assert (names, result["skipped"]) == (["full", "lazy4"] * 2, [])
     for contender in result["contenders"]:
         assert contender["cache_bytes_by_formula"] == contender["kept_tokens"] * KV_TOKEN // 2
-        weights = 4 * (2 * LAYER + 64 + 256 * 64)  # without the embedding table, which is not the head
+        weights = 4 * (LAYER + 64 + 256 * 64)  # without the embedding table, which is not the head
         assert contender["bytes_per_step"] == weights + contender["cache_bytes_by_formula"]
         assert contender["cache_bytes"] >= contender["cache_bytes_by_formula"]
         assert contender["ms_per_step"]["median"] > 0

@@ -19,7 +19,7 @@ from inertiakv import Decoder, EvictionConfig, policy
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 from inertiakv.models import Transformer, load_checkpoint, parse_config
 from inertiakv.models.checkpoint import SINGLE, checkpoint_views
-from inertiakv.models.parallel import joined
+from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scripts import decode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,17 +113,17 @@ def test_other_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="check_ranks has no effect"):
         Decoder(Transformer(config), check_ranks=True)
     monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(ValueError, match=r"WORLD_SIZE.* must be whole numbers"), joined():
+    with pytest.raises(ValueError, match=r"WORLD_SIZE.* must be whole numbers"), init_tensor_parallel():
         pass
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="'cuda:1' with 2 ranks"), joined("cuda:1"):
+    with pytest.raises(ValueError, match="'cuda:1' with 2 ranks"), init_tensor_parallel("cuda:1"):
         pass
 
 
 def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    with joined("cpu") as joining:
+    with init_tensor_parallel("cpu") as joining:
         assert joining == (SINGLE_PROCESS, torch.device("cpu"))
 
 

@@ -21,7 +21,7 @@ import torch
 from compile_tests.parallel.cases import BY_SIZE, RULES, run
 from inertiakv.compiling.collectives import TensorParallel
 from inertiakv.decoding.tensor_parallel import check_agreement
-from inertiakv.models.parallel import joined
+from inertiakv.models.parallel import init_tensor_parallel
 
 PATIENCE = 300
 GONE = 7
@@ -55,7 +55,7 @@ def start(what: Callable[..., None], root: Path, size: int) -> list[int | None]:
 def join(place: dict[str, str], size: int, rank: int) -> Any:
     """Join the others, in the environment that torchrun would give."""
     os.environ |= place | {"WORLD_SIZE": str(size), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    return joined("cpu")
+    return init_tensor_parallel("cpu")
 
 
 def end(root: Path, place: dict[str, str], size: int, rank: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from inertiakv.scripts.benchmarking import combine, results
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 REHEARSAL = {
     "PYTHON": sys.executable,
     "DEVICE": "cpu",

@@ -1,13 +1,13 @@
-"""`scripts/trace.py`: its numbers, tables and views of hand-made runs, and all of it on a tiny model."""
+"""`scripts/trace.py`: its numbers, tables and texts of hand-made runs, and all of it on a tiny model."""
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import math
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from inertiakv.evals.reporting import figures
 from inertiakv.models import load_model
 from inertiakv.scoring.learned import LearnedScorer, save_scorer
 from inertiakv.scripts import decode, trace
-from inertiakv.scripts.tracing import analysis, plots, tables, text_view
+from inertiakv.scripts.tracing import analysis, plots, tables, text
 from inertiakv.scripts.tracing.runs import Run, choose_rules, record, record_evicting, same_steps
-from inertiakv.scripts.tracing.text_view import LEVELS, Token, View
+from inertiakv.scripts.tracing.text import LEVELS, Token, TracedText, traced_text
 
 TEXT = "The keeper counts the ships that pass, and writes down every one of them. " * 3
 TOKENIZER = tiny_tokenizer()
@@ -36,20 +36,17 @@ NAN = math.nan
 def row(utilities: list[list[float]], newest: list[int], tokens: list[int], budget: int = 2) -> Run:
     """A run with these utilities, step by step; NaN where a token is not there."""
     utility_TP = torch.tensor(utilities)
-    present_TP = ~utility_TP.isnan()
-    made = RowTrace(
-        utility_TP, utility_TP[:, None] * NAN, present_TP, present_TP & False, torch.tensor(newest)
-    )
+    nothing_TP = torch.zeros_like(utility_TP, dtype=torch.bool)
+    made = RowTrace(utility_TP, utility_TP[:, None] * NAN, nothing_TP, torch.tensor(newest))
     return Run(EvictionConfig(budget=budget), budget, tokens, made)
 
 
 # Rules and runs
-# ----------------------------------------------------------------------------------------------------------
 
 
 def test_rules_have_names_and_the_same_one_runs_once() -> None:
-    names = ["inertiakv", "single"], [], ["layer_temporal", "temporal"], ["0.5"]
-    rules = choose_rules(*names, {"budget": 9})
+    names = ["inertiakv", "single"], [], ["layer_temporal", "temporal"]
+    rules = choose_rules(*names, [0.5], {"budget": 9})
     assert rules.labelled == {
         "inertiakv": EvictionConfig(budget=9),
         "single": EvictionConfig(budget=9, aggregation="single"),
@@ -66,36 +63,6 @@ def test_scorers_are_set_against_attention() -> None:
     assert list(rules.distinct) == ["scorer attention", "scorer keydiff"]
 
 
-@pytest.mark.parametrize(
-    "names, message",
-    [
-        ((["full"], [], [], []), "'full' cannot be traced"),
-        ((["inertiakv", "tova"], [], [], []), "'tova' cannot be traced: only rules that score, for one"),
-        ((["streaming_llm"], [], [], []), "'streaming_llm' cannot be traced"),
-        ((["nonsense"], [], [], []), "unknown policy 'nonsense'"),
-        (([], [], ["nonsense"], []), "unknown coupling 'nonsense'"),
-        (([], [], [], ["x"]), "--step-alphas are numbers, got 'x'"),
-        (([], [], [], ["1"]), r"step_alpha must be a number in \[0, 1\), got 1.0"),
-        (([], ["learned"], [], []), "give --scorer-file"),
-        (([], [], [], []), "no rule to trace"),
-    ],
-)
-def test_rules_that_cannot_be(names: tuple[list[str], ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        choose_rules(*names, {})
-
-
-def test_the_file_of_the_learned_scorer(tmp_path: Path) -> None:
-    file = tmp_path / "scorer.safetensors"
-    with pytest.raises(ValueError, match=r"no learned scorer at .*scorer.safetensors"):
-        choose_rules([], ["learned"], [], [], {}, file)
-    file.touch()
-    with pytest.raises(ValueError, match="--scorer-file has no effect"):
-        choose_rules([], ["keydiff"], [], [], {}, file)
-    rules = choose_rules([], ["learned"], [], [], {}, file)
-    assert rules.scorers["learned"] == EvictionConfig(scorer="learned", scorer_file=str(file))
-
-
 def test_runs_are_compared_while_they_feed_the_same_tokens() -> None:
     steps = [[1.0, 1.0, NAN, NAN], [1.0, 1.0, 1.0, NAN], [1.0, 1.0, 1.0, 1.0]]
     a = row(steps, [1, 2, 3], tokens=[5, 6, 7, 8])
@@ -109,7 +76,6 @@ def test_runs_are_compared_while_they_feed_the_same_tokens() -> None:
 
 
 # Numbers and tables
-# ----------------------------------------------------------------------------------------------------------
 
 
 def test_means_over_prompts_leave_out_what_is_not_defined() -> None:
@@ -135,191 +101,144 @@ STATISTICS = {
 }
 
 
-def test_table_of_stability() -> None:
-    table = tables.stability({"inertiakv": STATISTICS})
-    cells = ["inertiakv", "34.0", "8.0", "0.500", "25.0", "75.0", "0.0021", "-", "10.0"]
-    assert table.rows == [cells]
-    title, head, line = table.text().splitlines()
-    assert title == "Stability of the sets"
-    assert re.split(" {2,}", head) == table.head
-    assert line.split() == cells
-    assert len(head) == len(line)
-    assert f"| {' | '.join(cells)} |" in table.markdown().splitlines()
-
-
-def test_other_tables() -> None:
-    spectrum = {
-        "attention": {"spearman": [1.0, 1.0], "jaccard": [1.0, 1.0]},
-        "keydiff": {"spearman": [0.5, NAN], "jaccard": [0.25, 0.75]},
-    }
+def test_tables() -> None:
     pairs = {"attention": {"attention": 1.0, "keydiff": 0.5}, "keydiff": {"attention": 0.5, "keydiff": 1.0}}
-    mean = {
+    mean: dict[str, Any] = {
         "rules": {"inertiakv": STATISTICS},
         "layers": {"inertiakv": {"margin_share": [0.25, 0.7, 0.05], "decided": [0.1, 0.6, 0.0]}},
-        "spectrum": spectrum,
+        "spectrum": {
+            "attention": {"spearman": [1.0, 1.0], "jaccard": [1.0, 1.0]},
+            "keydiff": {"spearman": [0.5, NAN], "jaccard": [0.25, 0.75]},
+        },
         "jaccard": {"layers": pairs, "ema": {a: dict.fromkeys(pairs, 0.125) for a in pairs}},
     }
-    _, correlation, matrix, layers = tables.tables(mean)
-    assert correlation.rows == [
+    stability, agreement, jaccard, layers = tables.tables(mean)
+    assert stability.rows == [["inertiakv", "34.0", "8.0", "0.500", "25.0", "75.0", "0.0021", "-", "10.0"]]
+    assert agreement.rows == [
         ["0", "1.000 / 1.000", "0.500 / 0.250"],
         ["1", "1.000 / 1.000", "- / 0.750"],
         ["mean", "1.000 / 1.000", "0.500 / 0.500"],
     ]
-    assert matrix.rows[0] == ["attention", "1.000 / 0.125", "0.500 / 0.125"]
+    assert jaccard.rows[0] == ["attention", "1.000 / 0.125", "0.500 / 0.125"]
     assert layers.rows == [["0", "25.0 / 10.0"], ["1", "70.0 / 60.0"], ["before", "5.0 / 0.0"]]
-    assert [t.title for t in tables.tables(mean | {"spectrum": {}})] == [
-        "Stability of the sets",
-        "Which vote decides",
-    ]
+    assert [table.rows for table in tables.tables(mean | {"spectrum": {}})] == [stability.rows, layers.rows]
 
 
 # Texts
-# ----------------------------------------------------------------------------------------------------------
 
 printable = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t"), max_size=20)
 
 
 @given(printable)
-def test_pieces_of_a_text_make_the_text(text: str) -> None:
-    ids = TOKENIZER(text, add_special_tokens=False).input_ids
-    texts = text_view.pieces(TOKENIZER, ids)
+def test_pieces_of_a_text_make_the_text(words: str) -> None:
+    ids = TOKENIZER(words, add_special_tokens=False).input_ids
+    texts = text.pieces(TOKENIZER, ids)
     assert len(texts) == len(ids)
-    assert "".join(texts) == text
+    assert "".join(texts) == words
 
 
 def test_special_tokens_are_shown_and_control_characters_cannot_act() -> None:
     ids = [*TOKENIZER("é\x1b[31m").input_ids, TOKENIZER.eos_token_id]
-    assert text_view.pieces(TOKENIZER, ids) == [BOS, "", "é", "␛", "[", "3", "1", "m", EOS]
+    assert text.pieces(TOKENIZER, ids) == [BOS, "", "é", "␛", "[", "3", "1", "m", EOS]
     broken = [TOKENIZER("é", add_special_tokens=False).input_ids[0], TOKENIZER.eos_token_id]
-    assert text_view.pieces(TOKENIZER, broken) == ["\N{REPLACEMENT CHARACTER}", EOS]
+    assert text.pieces(TOKENIZER, broken) == ["\N{REPLACEMENT CHARACTER}", EOS]
 
 
-def view(*tokens: tuple[str, float, int | None], title: str = "prompt 1, single") -> View:
-    return View(title, [Token(*token) for token in tokens])
+def traced(*tokens: tuple[str, float, int | None], title: str = "prompt 1, single") -> TracedText:
+    return TracedText(title, [Token(*token) for token in tokens])
 
 
 def test_levels_are_ranks_and_equals_are_alike() -> None:
-    one = view(("a", 0.0, None), ("b", 900.0, None), ("c", 0.0, 1), ("d", NAN, 0))
+    one = traced(("a", 0.0, None), ("b", 900.0, None), ("c", 0.0, 1), ("d", NAN, 0))
     low, high, same, never = one.levels
     assert never < low == same < high < LEVELS
-    many = View("", [Token("x", float(n), None) for n in range(5 * LEVELS)])
+    many = TracedText("", [Token("x", float(n), None) for n in range(5 * LEVELS)])
     assert many.levels == [n // 5 for n in range(5 * LEVELS)]
 
 
-class Page(HTMLParser):
-    """The text of a page, and of each token what it says about itself."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.texts: dict[str, list[str]] = {}
-        self.tokens: list[dict[str, str | None]] = []
-        self.within: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.within.append(tag)
-        if tag == "span" and "pre" in self.within:
-            self.tokens.append(dict(attrs))
-
-    def handle_endtag(self, tag: str) -> None:
-        while self.within and self.within.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if self.within:
-            where = "pre" if "pre" in self.within else self.within[-1]
-            self.texts.setdefault(where, []).append(data)
-
-
-HOSTILE = "</pre><script>alert('\"&amp;')</script> {0} %s"
+def texts_of(page: str) -> list[str]:
+    """What a browser shows of each text, whose first line break HTML drops."""
+    return [html.unescape(re.sub("<[^>]*>", "", text)) for text in re.findall("(?s)<pre>\n(.*?)</pre>", page)]
 
 
 def test_page_shows_any_text_as_it_is() -> None:
-    page = text_view.page(
-        [view(("\n", 1.0, None), (HOSTILE, 0.5, 3), ("&lt;", 2.0, None), title="<b>'x'</b>, single")]
-    )
-    parsed = Page(page)
-    assert "".join(parsed.texts["pre"]) == "\n\n" + HOSTILE + "&lt;"  # the first break is the tag's
-    assert parsed.texts["h2"] == ["<b>'x'</b>, single: 2 of 3 tokens are kept"]
-    assert not {"script", "b", "link", "img"} & set(parsed.tags)
-    assert "http" not in page, "nothing is fetched from elsewhere"
-    first, struck, last = parsed.tokens
-    assert first == {"class": f"u{LEVELS // 3}", "title": "position 0, utility 1"}
-    assert struck == {"class": "u0 e", "title": "position 1, utility 0.5, evicted at step 3"}
-    assert last["class"] == f"u{LEVELS * 2 // 3}"
+    hostile = "</pre><script>alert('\"&amp;')</script> {0} %s"
+    tokens = (("\n", 1.0, None), (hostile, 0.5, 3), ("&lt;", 2.0, None))
+    page = text.page([traced(*tokens, title="<b>'x'</b>, single")])
+    assert texts_of(page) == ["\n" + hostile + "&lt;"]
+    assert "<h2>&lt;b&gt;&#x27;x&#x27;&lt;/b&gt;, single: 2 of 3 tokens are kept</h2>" in page
+    assert not re.search("<(script|b|link|img)|http", page), "nothing is run, or fetched from elsewhere"
+    assert re.findall('<span class="([^"]*)" title="([^"]*)">', page) == [
+        (f"u{LEVELS // 3}", "position 0, utility 1"),
+        ("u0 e", "position 1, utility 0.5, evicted at step 3"),
+        (f"u{LEVELS * 2 // 3}", "position 2, utility 2"),
+    ]
 
 
 @given(printable)
-def test_no_text_gets_out_of_its_place(text: str) -> None:
-    parsed = Page(text_view.page([view((text, 0.0, None), ("end", 1.0, 2), title=text)]))
-    assert "".join(parsed.texts["pre"]) == f"\n{text}end"
-    assert len(parsed.tokens) == 2
+def test_no_text_gets_out_of_its_place(words: str) -> None:
+    page = text.page([traced((words, 0.0, None), ("end", 1.0, 2), title=words)])
+    assert texts_of(page) == [f"{words}end"]
+    assert page.count("title=") == 2
 
 
 def test_terminal_without_colours_has_numbers_instead() -> None:
-    one = view(("Two ", 3.0, None), ("of ", 0.0, 1), ("four", 1.0, 9), (" \n", 2.0, None), ("!", 4.0, None))
-    text = text_view.terminal(one, colour=False)
-    assert text == "prompt 1, single: 3 of 5 tokens are kept\nTwo [2 evicted] \n!"
+    one = traced(("Two ", 3.0, None), ("of ", 0.0, 1), ("four", 1.0, 9), (" \n", 2.0, None), ("!", 4.0, None))
+    shown = text.terminal(one, colour=False)
+    assert shown == "prompt 1, single: 3 of 5 tokens are kept\nTwo [2 evicted] \n!"
 
 
 def test_terminal_with_colours() -> None:
-    one = view(("a", 3.0, None), ("b", 0.0, 1), ("c\n", 0.0, 1), ("d", 3.0, None))
-    text = text_view.terminal(one, colour=True)
-    assert re.sub(r"\x1b\[[\d;]*m", "", text).endswith("kept\nabc\nd")
-    assert "\x1b[2;9mbc\x1b[0m\n" in text, "no colour runs over the end of a line"
-    assert re.search(r"\x1b\[97;48;5;\d+ma\x1b\[0m", text)
-    assert text.endswith("\x1b[0m")
+    shown = text.terminal(
+        traced(("a", 3.0, None), ("b", 0.0, 1), ("c\n", 0.0, 1), ("d", 3.0, None)), colour=True
+    )
+    assert re.sub(r"\x1b\[[\d;]*m", "", shown).endswith("kept\nabc\nd")
+    assert "\x1b[2;9mbc\x1b[0m\n" in shown, "no colour runs over the end of a line"
+    assert re.search(r"\x1b\[97;48;5;\d+ma\x1b\[0m", shown)
+    assert shown.endswith("\x1b[0m")
 
 
-def test_colours_are_for_terminals_of_users_who_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
+@pytest.mark.parametrize(
+    "is_terminal, environment, colours",
+    [
+        (True, {}, True),
+        (True, {"NO_COLOR": ""}, True),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (False, {}, False),
+    ],
+)
+def test_colours_are_for_terminals_of_users_who_want_them(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, environment: dict[str, str], colours: bool
+) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
-    assert text_view.in_colour(Terminal())
-    assert not text_view.in_colour(io.StringIO())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not text_view.in_colour(Terminal())
-    monkeypatch.setenv("NO_COLOR", "")
-    assert text_view.in_colour(Terminal())
-    monkeypatch.setenv("TERM", "dumb")
-    assert not text_view.in_colour(Terminal())
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
+    assert text.in_colour(stream) == colours
 
 
-def test_view_tells_when_each_token_went_and_its_last_utility() -> None:
-    prompt = TOKENIZER("abc", add_special_tokens=False).input_ids
-    answer = TOKENIZER("xyz", add_special_tokens=False).input_ids
-    run = row(
-        [
-            [
-                NAN,
-                5.0,
-                1.0,
-                3.0,
-                NAN,
-            ],  # the first one went before that; now the 1.0 goes
-            [NAN, 4.0, NAN, 2.0, 3.0],
-        ],
-        newest=[3, 4],
-        tokens=answer,
-    )
-    first, *others = trace.view_of("title", TOKENIZER, prompt, run).tokens
+def test_a_traced_text_tells_when_each_token_went_and_its_last_utility() -> None:
+    prompt, answer = (TOKENIZER(word, add_special_tokens=False).input_ids for word in ("abc", "xyz"))
+    utilities = [
+        [NAN, 5.0, 1.0, 3.0, NAN],  # the first one went before that; now the 1.0 goes
+        [NAN, 4.0, NAN, 2.0, 3.0],
+    ]
+    run = row(utilities, newest=[3, 4], tokens=answer)
+    first, *others = traced_text("title", TOKENIZER, prompt, run).tokens
     assert (first.text, first.gone, math.isnan(first.utility)) == ("a", 0, True)
     assert others == [Token("b", 4.0, None), Token("c", 1.0, 1), Token("x", 2.0, 2), Token("y", 3.0, None)]
 
 
 # Pictures
-# ----------------------------------------------------------------------------------------------------------
 
 
 def test_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    utility_TP = torch.tensor([[1.0, 2.0, NAN], [NAN, 2.0, 1.0]])
-    plots.retention(tmp_path / "retention.png", {"single": (utility_TP, ~utility_TP.isnan())})
+    run = row([[1.0, 2.0, NAN], [NAN, 2.0, 1.0]], newest=[1, 2], tokens=[7, 8, 9])
+    plots.retention(tmp_path / "retention.png", {"single": run})
     line = {"step": [2, 3], "churn": [0.5, 0.0]}
     plots.churn(tmp_path / "churn.png", {"a": {"raw": line, "ema": line}, "b": {"raw": line, "ema": line}})
     plots.matrix(tmp_path / "jaccard.png", {"a": {"a": 1.0, "b": 0.5}, "b": {"a": 0.5, "b": 1.0}})
@@ -328,7 +247,6 @@ def test_pictures(tmp_path: Path) -> None:
 
 
 # The program
-# ----------------------------------------------------------------------------------------------------------
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -351,37 +269,45 @@ def cli(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (("--steps", 1), "--steps must be at least 2, got 1"),
-        (("--show", "--json"), "--show has no effect with --json, which prints one object"),
-        (("--policies", "none"), "no rule to trace"),
-        (("--policies", "none", "--couplings", "layer", "--show"), "--show shows what policies keep"),
-        (("--policies", "lazy5"), "unknown policy 'lazy5'"),
-        (("--policies", "h2o"), "'h2o' cannot be traced"),
-        (("--scorer-file", "x.safetensors"), "--scorer-file has no effect"),
-        (("--compression", 1), "compression must be a number in [0, 1), got 1"),
-        (("--budget", 5, "--compression", 0.5), "give compression (0.5) or budget (5), not both"),
-        (("--device", "cuda:99"), "device 'cuda:99' cannot be used"),
-        (("--prompt-file", "x"), "one prompt source at a time"),
+        ("--steps 1", "--steps must be at least 2, got 1"),
+        ("--show --json", "--show has no effect with --json, which prints one object"),
+        ("--policies none", "no rule to trace"),
+        ("--policies none --couplings layer --show", "--show shows what policies keep"),
+        ("--policies lazy5", "unknown policy 'lazy5'"),
+        ("--policies full", "'full' cannot be traced"),
+        ("--policies inertiakv,tova", "'tova' cannot be traced: only rules that score, for one"),
+        ("--policies streaming_llm", "'streaming_llm' cannot be traced"),
+        ("--couplings nonsense", "unknown coupling 'nonsense'"),
+        ("--step-alphas x", "--step-alphas takes numbers joined by commas, got 'x'"),
+        ("--step-alphas 1", "step_alpha must be a number in [0, 1), got 1.0"),
+        ("--scorers learned", "give --scorer-file"),
+        ("--scorers learned --scorer-file x.safetensors", "no learned scorer at x.safetensors"),
+        ("--scorer-file x.safetensors", "--scorer-file has no effect"),
+        ("--compression 1", "compression must be a number in [0, 1), got 1"),
+        ("--budget 5 --compression 0.5", "give compression (0.5) or budget (5), not both"),
+        ("--device cuda:99", "device 'cuda:99' cannot be used"),
+        ("--prompt-file x", "one prompt source at a time"),
     ],
 )
 def test_errors_come_before_the_model(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, argv: tuple[object, ...], message: str
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, argv: str, message: str
 ) -> None:
     monkeypatch.setattr(decode, "load_model", lambda *_, **__: pytest.fail("loaded the model"))
-    code, out, err = cli("--prompt", TEXT, "--scorers", "none", "--couplings", "none", *argv)
+    plain = {"--prompt": TEXT, "--scorers": "none", "--couplings": "none"}
+    words = [word for option in plain if option not in argv.split() for word in (option, plain[option])]
+    code, out, err = cli(*words, *argv.split())
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert message in err
 
 
-def test_a_file_is_no_folder(cli: Cli, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("mine")
-    for out in (file, tmp_path / "missing" / "out"):
-        code, _, err = cli("--prompt", TEXT, "--scorers", "none", "--out", out)
-        assert code == 2
-        assert str(out) in err
-    assert file.read_text() == "mine"
+@pytest.mark.parametrize("out", ["file", "missing/out"])
+def test_a_folder_that_cannot_be_made(cli: Cli, tmp_path: Path, out: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    code, _, err = cli("--prompt", TEXT, "--scorers", "none", "--out", tmp_path / out)
+    assert code == 2
+    assert str(tmp_path / out) in err
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_everything(cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,10 +348,10 @@ def test_everything(cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.
     churn = report["prompts"][0]["churn"]
     assert churn["inertiakv"]["raw"]["step"] == churn["lazy4"]["ema"]["step"] == [2, 3, 4, 5, 6]
     assert churn["lazy4"]["raw"]["step"] == [5]
-    page = Page((tmp_path / "out" / "text.html").read_text(encoding="utf-8"))
-    assert len(page.texts["h2"]) == 4
-    assert page.texts["h2"][0] == f"prompt 1, inertiakv: {tokens // 10} of {tokens + 6} tokens are kept"
-    assert lines[1] in "".join(page.texts["pre"])
+    page = (tmp_path / "out" / "text.html").read_text(encoding="utf-8")
+    assert len(texts_of(page)) == 4
+    assert f"<h2>prompt 1, inertiakv: {tokens // 10} of {tokens + 6} tokens are kept</h2>" in page
+    assert lines[1] in texts_of(page)[2]
     made = (tmp_path / "out" / "tables.md").read_text()
     assert "| inertiakv |" in made
     assert f"* `{report['command']}`\n" in made
@@ -449,34 +375,25 @@ def test_tables_and_texts_go_to_stdout(cli: Cli) -> None:
 
 def test_an_answer_may_end_sooner(cli: Cli, tmp_path: Path) -> None:
     other = tiny_chat(tmp_path / "model")
-    argv = (
-        "--prompt",
-        TEXT,
-        "--policies",
-        "none",
-        "--scorers",
-        "none",
-        "--couplings",
-        "layer",
-        "--steps",
-        12,
-    )
-    (whole,) = json.loads(cli(*argv, "--json", model=other)[1])["prompts"]
+    rule = ("--policies", "none", "--scorers", "none", "--couplings", "layer")
+
+    def traced(*argv: str) -> Any:
+        code, out, err = cli("--prompt", TEXT, *rule, "--steps", 12, "--json", *argv, model=other)
+        return json.loads(out)["prompts"][0] if code == 0 else err
+
+    whole = traced()
     answer = whole["answer"]
     assert (len(answer), whole["steps"]) == (13, 12)
     end = next(token for token in answer if answer.index(token) >= 2)
     set_eos(other, end)
-    (cut,) = json.loads(cli(*argv, "--json", model=other)[1])["prompts"]
-    assert cut["steps"] == answer.index(end), "the token that ends an answer is not fed"
-    (on,) = json.loads(cli(*argv, "--json", "--ignore-eos", model=other)[1])["prompts"]
-    assert on == whole
-    for steps in (0, 1):
-        set_eos(other, answer[steps])
-        code, out, err = cli(*argv, model=other)
-        assert (code, out) == (2, "")
-        assert f"is over after {answer.index(answer[steps])} steps, and a change takes 2" in err
+    assert traced()["steps"] == answer.index(end), "the token that ends an answer is not fed"
+    assert traced("--ignore-eos") == whole
+    for token in answer[:2]:
+        set_eos(other, token)
+        assert f"is over after {answer.index(token)} steps, and a change takes 2" in traced()
 
 
+HOW: dict[str, Any] = {"steps": 8, "eos_token_ids": [], "compile": False}
 RULES = {
     "ema": EvictionConfig(budget=10),
     "lazy, protected": EvictionConfig(budget=10, refresh=3, sinks=1, recent=0.2),
@@ -491,9 +408,9 @@ def test_sets_are_what_the_cache_holds(folder: Path, rule: EvictionConfig) -> No
     model, _ = load_model(str(folder), dtype="float64")
     source = Decoder(model, None, compile=False)
     source.prefill(list(range(40, 80)), max_new_tokens=9)
-    shadow = record(source, rule, 8, [], compile=False)
+    shadow = record(source, rule, **HOW)
     assert shadow.trace.present_TP.sum(-1).tolist() == list(range(41, 49))
-    run = record_evicting(source, shadow, 8, [], compile=False)
+    run = record_evicting(source, shadow, **HOW)
     assert run.trace.newest_T.tolist() == list(range(40, 48))
     kept_TP = cached_sets(run.trace, run.budget)
     assert kept_TP.sum(-1).tolist() == [min(run.budget, 41 + step) for step in range(8)]
@@ -512,10 +429,10 @@ def test_an_answer_may_end_with_the_first_step(folder: Path) -> None:
     model, _ = load_model(str(folder))
     source = Decoder(model, None, compile=False)
     source.prefill(list(range(40, 80)), max_new_tokens=9)
-    shadow = record(source, EvictionConfig(budget=10), 8, [], compile=False)
+    shadow = record(source, EvictionConfig(budget=10), **HOW)
     end = shadow.tokens[1]
     assert end != shadow.tokens[0]
-    run = record_evicting(source, shadow, 8, [end], compile=False)
+    run = record_evicting(source, shadow, **(HOW | {"eos_token_ids": [end]}))
     assert run.tokens == shadow.tokens[:2]
     assert run.trace.steps == 1
     assert cached_sets(run.trace, run.budget).sum() == 10

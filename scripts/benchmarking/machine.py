@@ -1,4 +1,4 @@
-"""The machine and its software: what they are, how fast memory is read, how much was in use."""
+"""The machine and its software: what they are, how fast memory is read, and how much of it is in use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +32,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured on."""
     description: dict[str, Any] = {
         "device": str(device),
-        "cpu": _cpu_name(),
+        "cpu": _proc("cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -47,7 +46,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def versions(*others: str) -> dict[str, str]:
-    """Versions of what takes part, and of `others`, as far as it is there."""
+    """Versions of the software that takes part, and of those `others` that are installed."""
     found = {"python": platform.python_version(), "inertiakv": __version__, "torch": torch.__version__}
     for package in ("transformers", "triton", "kvpress", *others):
         try:
@@ -60,13 +59,13 @@ def versions(*others: str) -> dict[str, str]:
 
 
 def revision() -> dict[str, Any] | None:
-    """The checkout's commit, and whether files differ from it; None where git does not say."""
+    """The checkout's commit, and whether tracked files differ from it. None without git."""
 
     def git(*command: str) -> str:
         folder = Path(__file__).resolve().parents[2]
-        return subprocess.run(
-            ["git", *command], cwd=folder, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return subprocess.check_output(
+            ["git", *command], cwd=folder, stderr=subprocess.DEVNULL, text=True
+        ).strip()
 
     try:
         return {
@@ -78,7 +77,7 @@ def revision() -> dict[str, Any] | None:
 
 
 def measure_read(device: torch.device) -> float:
-    """Bytes a second of the fastest simple read of a large buffer of written pages."""
+    """Memory bandwidth in bytes/s: of the fastest simple read of a large buffer."""
     size = CUDA_BUFFER if device.type == "cuda" else CPU_BUFFER
     size = min(size, (memory.available_bytes(device) or size) // 2)
     buffer = torch.full((size // 4,), 0.5, device=device)
@@ -90,80 +89,60 @@ def measure_read(device: torch.device) -> float:
 
 
 def measure_multiply(device: torch.device) -> float:
-    """Multiplications and additions a second of the library's product of float32 matrices."""
+    """Operations/s of a product of float32 matrices."""
     size = 1024
     matrix = torch.full((size, size), 0.5, device=device)
     return 2 * size**3 / min(_seconds(lambda x: x @ x, matrix) for _ in range(5 * REPEATS))
 
 
-def _seconds(read: Callable[[Tensor], Tensor], buffer: Tensor) -> float:
-    if buffer.device.type == "cuda":
+def _seconds(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    if x.device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        read(buffer)
+        function(x)
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1000
     begin = time.perf_counter()
-    read(buffer)
+    function(x)
     return time.perf_counter() - begin
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a device to have done all that it was asked for."""
+    """Wait until a device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-class Peak:
-    """How far memory rises above what was in use before: `with Peak(device) as peak`, then `peak.bytes`.
+def start_peak(device: torch.device) -> int | None:
+    """Start to watch the peak of memory in use, by CUDA's allocator or as resident memory of the process.
+    Returns the bytes in use now for `peak_since`, None if the system does not say."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    except OSError:
+        return None
+    return _status("VmRSS")
 
-    By CUDA's allocator, or by the resident memory of the process; None where the system does not say.
-    """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.bytes: int | None = None
-
-    def __enter__(self) -> Peak:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._before: int | None = torch.cuda.memory_allocated(self.device)
-        else:
-            try:
-                with open("/proc/self/clear_refs", "w") as file:
-                    file.write("5")  # the peak starts from now on
-            except OSError:
-                self._before = None
-            else:
-                self._before = _status("VmRSS")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.device.type == "cuda":
-            now: int | None = torch.cuda.max_memory_allocated(self.device)
-        else:
-            now = _status("VmHWM")
-        if now is not None and self._before is not None:
-            self.bytes = max(0, now - self._before)
+def peak_since(before: int | None, device: torch.device) -> int | None:
+    """How far memory in use has risen above `before`, in bytes."""
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
+    return None if before is None or peak is None else max(0, peak - before)
 
 
 def _status(key: str) -> int | None:
-    """A size from this process's status, in bytes."""
+    """A size in this process's status, in bytes."""
+    value = _proc("self/status", key)
+    return None if value is None else 1024 * int(value.split()[0])
+
+
+def _proc(file: str, key: str) -> str | None:
+    """The first value of a key in a file of /proc, None if there is none."""
     try:
-        with open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith(f"{key}:"):
-                    return int(line.split()[1]) * 1024
+        with open(f"/proc/{file}") as lines:
+            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), None)
     except OSError:
-        pass
-    return None
-
-
-def _cpu_name() -> str:
-    if sys.platform.startswith("linux"):
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+        return None

@@ -17,7 +17,8 @@ from inertiakv.models.config import parse_dtype
 from inertiakv.models.parallel import place
 from inertiakv.models.quantize import QUANTIZED
 
-from .rivals import RIVALS, check_rival, evicts
+from .ours import refresh_period
+from .rivals import EVICTING, RIVALS, check_rival
 from .shapes import SHAPES, shape
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -38,15 +39,16 @@ class Options:
     policies: dict[str, EvictionConfig | None]
     against: list[str]
     reference: str
+    """The contender that the times of the others are relative to."""
     kept: EvictionConfig
-    """How much rivals keep that evict, too."""
+    """What rivals keep that evict."""
     attention: str
     compiled: bool
     merge: list[Path]
     steps: int
     blocks: int
     period: int
-    """Steps after which every contender's schedule begins anew."""
+    """Steps after which the schedules of all contenders repeat together."""
     skip_prefill: bool
     compile_times: bool
     profile: bool
@@ -66,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str], description: str | None) -> Options:
-    """What is asked for. Raises ValueError or OSError where it cannot be."""
+    """The options of a command line. Raises ValueError or OSError for one that is wrong."""
     args = _parser(description).parse_args(argv)
     _, ranks, _ = place()
     if args.against is None:
@@ -94,14 +96,9 @@ def parse(argv: Sequence[str], description: str | None) -> Options:
     policies = {name: policy(name, **({} if name == "full" else changes)) for name in args.policies}
     for name in args.against:
         check_rival(name)
-    names = [*policies, *args.against]
-    if not names:
+    if not policies and not args.against:
         raise ValueError("nothing to measure: give --policies or --against")
-    if (
-        changes
-        and not any(config is not None for config in policies.values())
-        and not any(map(evicts, args.against))
-    ):
+    if changes and not any(policies.values()) and not {*args.against} & {*EVICTING}:
         raise ValueError(f"--{next(iter(changes))} has no effect: nothing here evicts")
     if args.quantize and args.against:
         raise ValueError(f"{args.against[0]} cannot share quantised weights: give --against none")
@@ -109,39 +106,26 @@ def parse(argv: Sequence[str], description: str | None) -> Options:
         raise ValueError("--profile needs a policy to look into")
     if args.compile_times and (args.no_compile or not policies):
         raise ValueError("--compile-times needs a policy that is compiled")
-    if args.reference is not None and args.reference not in names:
-        raise ValueError(f"--reference {args.reference} is not measured; choose from {', '.join(names)}")
 
-    period = _common_period(policies, args.against)
+    period = math.lcm(*map(refresh_period, policies.values()), 4 if "kvpress4" in args.against else 1)
     steps = args.steps or math.lcm(period, 64 if device.type == "cuda" else 16)
     if steps % period:
         raise ValueError(f"--steps {steps} cuts schedules in pieces; give a multiple of {period}")
+    same = ["model", "shape", "layers", "quantize", "against", "attention", "merge", "blocks", "skip_prefill"]
+    same += ["compile_times", "profile", "read_gb_per_s", "json", "out"]
     return Options(
+        **{name: getattr(args, name) for name in same},
         command=shlex.join(["python", "scripts/bench.py", *argv]),
-        model=args.model,
-        shape=args.shape,
-        layers=args.layers,
         contexts=args.context,
         batches=args.batch,
-        quantize=args.quantize,
         dtypes=dtypes or ["auto" if args.shape is None else torch.bfloat16],
         device=device,
         policies=policies,
-        against=args.against,
-        reference=args.reference or next(iter([*args.against, *(["full"] * ("full" in policies)), *names])),
+        reference=next(iter([*args.against, *(name for name in policies if name == "full"), *policies])),
         kept=kept,
-        attention=args.attention,
         compiled=not args.no_compile,
-        merge=args.merge,
         steps=steps,
-        blocks=args.blocks,
         period=period,
-        skip_prefill=args.skip_prefill,
-        compile_times=args.compile_times,
-        profile=args.profile,
-        read_gb_per_s=args.read_gb_per_s,
-        json=args.json,
-        out=args.out,
     )
 
 
@@ -192,9 +176,6 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         type=_names,
         help=f"{', '.join(RIVALS)}; or none (default: {','.join(DEFAULT_RIVALS)}; with torchrun none). "
         "kvpress needs an environment of its own: ask for it to see which",
-    )
-    add(
-        "--reference", metavar="NAME", help="whose time the others are set against (default: the first rival)"
     )
     add(
         "--attention",
@@ -260,15 +241,9 @@ def _device(name: str | None, ranks: int) -> torch.device:
     """Raises ValueError for a device that is not there."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if ranks > 1 and name in ("cpu", "cuda"):
-        return torch.device(name)  # which one, `joined` says: nothing is to be put on another rank's
+        return torch.device(name)  # `init_tensor_parallel` chooses which one; this must not allocate on another rank's
     try:
         torch.empty(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     return torch.device(name)
-
-
-def _common_period(policies: dict[str, EvictionConfig | None], against: Sequence[str]) -> int:
-    """Steps after which every contender's schedule begins anew."""
-    refreshes = [config.refresh for config in policies.values() if config is not None]
-    return math.lcm(*(r for r in refreshes if isinstance(r, int)), 4 if "kvpress4" in against else 1)

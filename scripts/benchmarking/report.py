@@ -1,22 +1,14 @@
-"""Results as tables: for a terminal, and for a page."""
+"""A results file as text for a terminal, in parts for a page, and its profiles as a chart."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from inertiakv.evals.reporting.table import aligned
 
 Row = dict[str, str]
-
-
-def cases(result: dict[str, Any]) -> list[tuple[str, list[Row]]]:
-    """A title and a table's rows for each setting that contenders were measured in."""
-    settings = dict.fromkeys(map(_setting, result["contenders"]))
-    return [
-        (_title(result, *setting), [_row(c, result) for c in result["contenders"] if _setting(c) == setting])
-        for setting in settings
-    ]
 
 
 def text(result: dict[str, Any]) -> str:
@@ -27,12 +19,27 @@ def text(result: dict[str, Any]) -> str:
     for title, rows in cases(result):
         lines += ["", title, *aligned(table_lines(rows))]
     for contender in result["contenders"]:
-        for what, profile in profiles(contender):
-            lines += ["", *_profile(contender, what, profile)]
-    lines += [""] * bool(result.get("scaling")) + [scaling_line(line) for line in result.get("scaling", ())]
-    lines += [""] * bool(result["skipped"])
-    lines += [f"left out: {skipped_line(skipped)}" for skipped in result["skipped"]]
+        for title, profile in profiles(contender):
+            total, width = sum(profile["ms"].values()) or 1.0, max(map(len, profile["ms"]))
+            lines += ["", f"{title}: {profile['method']}"]
+            for part, ms in sorted(profile["ms"].items(), key=lambda item: -item[1]):
+                bar = "#" * round(40 * ms / total)
+                lines.append(f"  {part.replace('_', ' '):{width}}  {ms:8.3f} ms  {ms / total:4.0%}  {bar}")
+            lines += [f"  {line}" for line in at_least(profile)]
+    lines += ["", *map(scaling_line, result["scaling"])] if result.get("scaling") else []
+    left_out = [f"left out: {skipped_line(skipped)}" for skipped in result["skipped"]]
+    lines += ["", *left_out] if left_out else []
     return "\n".join(lines)
+
+
+def cases(result: dict[str, Any]) -> Iterator[tuple[str, list[Row]]]:
+    """A title and a table's rows for each setting that contenders were measured in."""
+    settings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for contender in result["contenders"]:
+        key = tuple(contender[key] for key in ("dtype", "context", "batch"))
+        settings.setdefault(key, []).append(contender)
+    for group in settings.values():
+        yield _title(result["model"], group[0]), [_row(contender, result) for contender in group]
 
 
 def table_lines(rows: Sequence[Row]) -> list[list[str]]:
@@ -41,14 +48,57 @@ def table_lines(rows: Sequence[Row]) -> list[list[str]]:
     return [heads, *([row[head] for head in heads] for row in rows)]
 
 
+def _title(model: dict[str, Any], contender: dict[str, Any]) -> str:
+    parts = [model["name"], contender["dtype"]]
+    if quantize := model.get("quantize"):
+        parts.append(f"{quantize} weights")
+    if (ranks := model.get("ranks", 1)) > 1:
+        parts.append(f"{ranks} ranks")
+    parts += [f"{contender['context']:,} tokens of context", f"batch {contender['batch']}"]
+    lengths = contender["lengths"]
+    rows = f" ({min(lengths):,} to {max(lengths):,} tokens a row)" if contender["batch"] > 1 else ""
+    return ", ".join(parts) + rows
+
+
+def _row(contender: dict[str, Any], result: dict[str, Any]) -> Row:
+    ms, kinds, peak = contender["ms_per_step"], contender.get("ms_by_kind"), contender["peak_bytes"]
+    sources = (contender.get("part"), contender.get("merged_from", {}).get("name"))
+    real = contender["start"] == "prefill"
+    return {
+        "contender": contender["name"] + "".join(f" ({source})" for source in sources if source),
+        "ms/step": f"{ms['median']:.2f}",
+        "p10 to p90": f"{ms['p10']:.2f} to {ms['p90']:.2f}",
+        "scoring/other": f"{kinds['refresh']:.2f}/{kinds['plain']:.2f}" if kinds else "",
+        "token/s": f"{contender['tokens_per_second']:,.1f}",
+        "of batch 1": _of_batch_1(contender, result["contenders"]),
+        f"of {result['reference']}": _number(contender["ratio"], ".3f"),
+        "of the limit": f"{contender['share_of_limit']:.2f}",
+        "kept": f"{contender['kept_tokens']:,}",
+        "cache MB": f"{contender['cache_bytes'] / 1e6:,.1f}",
+        "peak MB": _number(peak / 1e6 if real and peak is not None else None, ",.0f"),
+        "first token ms": _number(contender["first_token_ms"], ",.0f"),
+        "first step ms": _number(contender["first_step_ms"], ",.0f"),
+    }
+
+
+def _of_batch_1(contender: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
+    """Tokens per second relative to those of the same contender at batch 1."""
+    if contender["batch"] == 1:
+        return ""
+    same = [c for c in others if all(c[key] == contender[key] for key in ("name", "dtype", "context"))]
+    alone = next((c["tokens_per_second"] for c in same if c["batch"] == 1), None)
+    return "" if alone is None else f"{contender['tokens_per_second'] / alone:.2f}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
 def machine(result: dict[str, Any]) -> str:
     about = result["machine"]
-    parts = [
-        f"{about['cores']} cores of {about['cpu']} ({about['instructions']}, {about['threads']} threads)"
-    ]
-    if "gpu" in about:
-        parts.insert(0, f"{about['gpu']} ({about['gpu_memory_gb']:g} GB)")
-    return f"{', '.join(parts)}, {about['memory_gb']:g} GB of memory"
+    gpu = f"{about['gpu']} ({about['gpu_memory_gb']:g} GB), " if "gpu" in about else ""
+    cpu = f"{about['cores']} cores of {about['cpu']} ({about['instructions']}, {about['threads']} threads)"
+    return f"{gpu}{cpu}, {about['memory_gb']:g} GB of memory"
 
 
 def reading(result: dict[str, Any]) -> str:
@@ -76,76 +126,43 @@ def skipped_line(skipped: dict[str, Any]) -> str:
     return f"{where}: {skipped['reason']}"
 
 
-def _setting(contender: dict[str, Any]) -> tuple[str, int, int]:
-    return contender["dtype"], contender["context"], contender["batch"]
-
-
-def _title(result: dict[str, Any], dtype: str, context: int, batch: int) -> str:
-    weights = f", {quantize} weights" if (quantize := result["model"].get("quantize")) else ""
-    weights += f", {ranks} ranks" if (ranks := result["model"].get("ranks", 1)) > 1 else ""
-    title = f"{result['model']['name']}, {dtype}{weights}, {context:,} tokens of context, batch {batch}"
-    lengths = next(c["lengths"] for c in result["contenders"] if _setting(c) == (dtype, context, batch))
-    return title if batch == 1 else f"{title} ({min(lengths):,} to {max(lengths):,} tokens a row)"
-
-
-def _row(contender: dict[str, Any], result: dict[str, Any]) -> Row:
-    ms, ratio, kinds = contender["ms_per_step"], contender["ratio"], contender.get("ms_by_kind")
-    merged = contender.get("merged_from", {}).get("name")
-    alone = _tokens_per_second_alone(contender, result)
-    return {
-        "contender": contender["name"] + "".join(f" ({of})" for of in (contender.get("part"), merged) if of),
-        "ms/step": f"{ms['median']:.2f}",
-        "p10 to p90": f"{ms['p10']:.2f} to {ms['p90']:.2f}",
-        "scoring/other": f"{kinds['refresh']:.2f}/{kinds['plain']:.2f}" if kinds else "",
-        "token/s": f"{contender['tokens_per_second']:,.1f}",
-        "of batch 1": "" if alone is None else f"{contender['tokens_per_second'] / alone:.2f}",
-        f"of {result['reference']}": "" if ratio is None else f"{ratio:.3f}",
-        "of the limit": f"{contender['share_of_limit']:.2f}",
-        "kept": f"{contender['kept_tokens']:,}",
-        "cache MB": f"{contender['cache_bytes'] / 1e6:,.1f}",
-        "peak MB": _peak(contender),
-        "first token ms": _milliseconds(contender["first_token_ms"]),
-        "first step ms": _milliseconds(contender["first_step_ms"]),
-    }
-
-
-def _tokens_per_second_alone(contender: dict[str, Any], result: dict[str, Any]) -> float | None:
-    """What the same contender does at batch 1, if this is another batch."""
-    wanted = {**{key: contender[key] for key in ("name", "dtype", "context")}, "batch": 1}
-    alone = (c for c in result["contenders"] if all(c[key] == value for key, value in wanted.items()))
-    return None if contender["batch"] == 1 else next((c["tokens_per_second"] for c in alone), None)
-
-
-def _peak(contender: dict[str, Any]) -> str:
-    """Of a real prompt's memory."""
-    real = contender["start"] == "prefill" and contender["peak_bytes"] is not None
-    return f"{contender['peak_bytes'] / 1e6:,.0f}" if real else ""
-
-
-def _milliseconds(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}"
-
-
 def profiles(contender: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What was profiled of a contender, and the profile."""
-    for what, key in (("a step", "profile"), ("the first step", "first_step_profile")):
+    """The title of each of a contender's profiles, and the profile."""
+    where = "{name}, {dtype}, {context:,} tokens, batch {batch}".format(**contender)
+    for what, key in (("A step", "profile"), ("The first step", "first_step_profile")):
         if contender.get(key):
-            yield what, contender[key]
-
-
-def _profile(contender: dict[str, Any], what: str, profile: dict[str, Any]) -> list[str]:
-    ms = profile["ms"]
-    total = sum(ms.values()) or 1.0
-    where = f"{contender['name']}, {contender['context']:,} tokens, batch {contender['batch']}"
-    lines = [f"{what} of {where}, {contender['dtype']}: {profile['method']}"]
-    width = max(map(len, ms))
-    for part, value in sorted(ms.items(), key=lambda item: -item[1]):
-        bar = "#" * round(40 * value / total)
-        lines.append(f"  {part.replace('_', ' '):{width}}  {value:8.3f} ms  {value / total:4.0%}  {bar}")
-    return lines + at_least(profile)
+            yield f"{what} of {where}", contender[key]
 
 
 def at_least(profile: dict[str, Any]) -> list[str]:
-    """A sentence on what parts of a step would take alone, where the profile says so."""
+    """What parts of a step would take alone, if the profile says so."""
     parts = [f"{what} {ms:.1f} ms" for what, ms in profile.get("at_least_ms", {}).items()]
-    return [f"  alone, as fast as the library does them: {', '.join(parts)}"] if parts else []
+    return [f"Alone, as fast as the library does them: {', '.join(parts)}."] if parts else []
+
+
+def draw(contenders: Sequence[dict[str, Any]], file: Path, say: Callable[[str], None]) -> None:
+    """A picture with a bar for each contender with a profile, if matplotlib is installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        say("no chart: matplotlib is not installed")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    bars = {
+        "{name}, {dtype}\n{context:,} tokens, batch {batch}".format(**c): c["profile"]["ms"]
+        for c in contenders
+        if c.get("profile")
+    }
+    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.5 * len(bars)), layout="constrained")
+    left = [0.0] * len(bars)
+    for part in dict.fromkeys(part for ms in bars.values() for part in ms):
+        widths = [ms.get(part, 0.0) for ms in bars.values()]
+        axes.barh(list(bars), widths, left=left, label=part.replace("_", " "))
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("ms per decode step")
+    axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)

@@ -1,4 +1,4 @@
-"""Results files: reading one, and putting its contenders beside those of another."""
+"""Results files of `scripts/bench.py`: read, written, and merged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NEEDED = ("machine", "versions", "command", "read_gb_per_s", "contenders")
 
 
 def read(file: Path) -> dict[str, Any]:
-    """A results file. Raises ValueError where it is none."""
+    """A results file. Raises ValueError if it is none."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -23,25 +23,24 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def write(file: Path, result: dict[str, Any]) -> None:
-    """Write a results file, or leave the one that is there as it is: never half of one."""
-    unfinished = file.with_name(f"{file.name}.{uuid4().hex}.part")  # no other process's
+    """Write a JSON file in one piece: if this fails, an older file stays as it is."""
+    unfinished = file.with_name(f"{file.name}.{uuid4().hex}.part")  # a name that no other process uses
     unfinished.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(file)
 
 
 def merge(result: dict[str, Any], other: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The contenders of another run, marked with its name, their times set against this one's reference."""
+    """The contenders of another results file `name`, with times relative to the reference in `result`."""
+    settings = ("dtype", "context", "batch")
+    references = {
+        tuple(c[key] for key in settings): c["ms_per_step"]["median"]
+        for c in reversed(result["contenders"])  # the first of several counts
+        if c["name"] == result["reference"]
+    }
     mark = {"name": name, "versions": other["versions"], "read_gb_per_s": other["read_gb_per_s"]}
-    return [
-        {**contender, "ratio": _ratio(result, contender), "merged_from": mark}
-        for contender in other["contenders"]
-    ]
-
-
-def _ratio(result: dict[str, Any], contender: dict[str, Any]) -> float | None:
-    setting = ("name", "dtype", "context", "batch")
-    wanted = [result["reference"], *(contender[key] for key in setting[1:])]
-    reference = next((c for c in result["contenders"] if [c[key] for key in setting] == wanted), None)
-    if reference is None:
-        return None
-    return round(contender["ms_per_step"]["median"] / reference["ms_per_step"]["median"], 4)
+    merged = []
+    for contender in other["contenders"]:
+        ms = references.get(tuple(contender[key] for key in settings))
+        ratio = None if ms is None else round(contender["ms_per_step"]["median"] / ms, 4)
+        merged.append({**contender, "ratio": ratio, "merged_from": mark})
+    return merged

@@ -1,4 +1,4 @@
-"""What a decode step has to read, and to compute, by formula: what no implementation can do without."""
+"""What a decode step must read and compute, by formula: the lower limit for any implementation."""
 
 from __future__ import annotations
 
@@ -15,44 +15,43 @@ from inertiakv.models.moe import Experts
 def weight_bytes(model: Transformer, batch: int) -> int:
     """Weights that a step of `batch` rows reads, each once.
 
-    All of them but an embedding table that is not the vocabulary head as well, of which a step looks up one
-    line a row; and of a layer's experts as many as rows that choose theirs at random do in all.
+    An embedding table that is not the vocabulary head as well does not count, since a step looks up one line
+    of it per row. Of a layer's experts count as many as the rows choose together on average, at random.
     """
     return _weights(model, batch, lambda parameter: parameter.nbytes)
 
 
 def kv_bytes(config: ModelConfig | Sizes, kept: Sequence[int], dtype: torch.dtype) -> int:
-    """K and V of the kept tokens, in all layers: by formula, not as allocated."""
+    """K and V of the kept tokens in all layers: by formula, not as allocated."""
     token = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
     return config.num_layers * sum(kept) * token
 
 
 def step_bytes(model: Transformer, kept: Sequence[int]) -> int:
-    """Bytes that a step of rows with `kept` tokens has to read: weights once, and K and V once."""
+    """Bytes that a step of rows with `kept` tokens must read: weights once, and K and V once."""
     return weight_bytes(model, len(kept)) + sum(row_bytes(model, n) for n in kept)
 
 
 def row_bytes(model: Transformer, kept: int) -> int:
-    """K and V that a row with `kept` tokens has to read, where a layer slides those of its window alone."""
+    """K and V that a step reads for a row with `kept` tokens: in sliding layers those in the window alone."""
     config = model.config
     token = 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
-    return token * _seen(config, kept)
+    return token * _attended(config, kept)
 
 
 def step_flops(model: Transformer, kept: Sequence[int]) -> int:
-    """Multiplications and additions of a step of rows with `kept` tokens: with the weights that a token
-    needs, and of attention."""
-    config, seen = model.config, sum(_seen(model.config, n) for n in kept)
-    return 2 * len(kept) * active_weights(model) + 4 * config.num_heads * config.head_dim * seen
+    """Multiplications and additions of a step of rows with `kept` tokens."""
+    config, attended = model.config, sum(_attended(model.config, n) for n in kept)
+    return 2 * len(kept) * active_weights(model) + 4 * config.num_heads * config.head_dim * attended
 
 
 def active_weights(model: Transformer) -> int:
-    """How many weights a token needs."""
+    """How many weights a token is multiplied with."""
     return _weights(model, 1, Tensor.numel)
 
 
-def _seen(config: ModelConfig, kept: int) -> int:
-    """Tokens that a query of a row with `kept` of them attends to, of all layers together."""
+def _attended(config: ModelConfig, kept: int) -> int:
+    """Tokens that a query of a row with `kept` tokens attends to, summed over layers."""
     return sum(kept if window is None else min(kept, window) for window in config.windows)
 
 

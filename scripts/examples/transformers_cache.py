@@ -59,7 +59,7 @@ def main(name: str = "smollm2-135m") -> None:
         further_turn(tokenizer, "And where does the text take place?"),
     ]
 
-    full = DynamicCache(config=model.config)
+    full: Any = DynamicCache(config=model.config)
     evicting = InertiaCache(model, EvictionConfig(compression=0.9, refresh=4))
     for title, cache in (("the full cache", full), ("a tenth of it", evicting)):
         print(f"# {title}", flush=True)
@@ -72,7 +72,7 @@ def main(name: str = "smollm2-135m") -> None:
             seconds = time.perf_counter() - start
             print(decode_answer(tokenizer, answer, eos_ids).strip())
             print(f"  ({len(answer)} tokens in {seconds:.1f} s with the prompt)")
-            # The last token has not been through the model. Where it ends the answer, the template writes it.
+            # Where the last token ends the answer, the template writes it.
             ids += answer[:-1] if answer[-1] in eos_ids else answer
     bytes_full = sum(t.nbytes for layer in full.layers for t in (layer.keys, layer.values))
     print(

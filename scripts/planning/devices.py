@@ -1,4 +1,4 @@
-"""Devices: their memory, the bandwidth that they read it with, and their arithmetic."""
+"""Devices: their memory, the bandwidth that they read it with, their arithmetic, and what connects them."""
 
 from __future__ import annotations
 
@@ -26,30 +26,40 @@ class Device:
     """Operations a second of matrix products, by the bytes of a number; empty where not known."""
 
 
-def _nvidia(name: str, gigabytes: int, gb_per_s: int, half: float, single: float) -> Device:
-    return Device(name, "cuda", 1e9 * gigabytes, 1e9 * gb_per_s, {2: 1e12 * half, 4: 1e12 * single})
+@dataclass(frozen=True)
+class Link:
+    """What connects the ranks. An all-reduce over R ranks moves 2 (R - 1) / R of its bytes."""
+
+    bandwidth: float
+    """Bytes a second."""
+    latency: float
+    """Seconds that an all-reduce takes however small it is."""
+
+    def all_reduce(self, size: float, ranks: int) -> float:
+        """Seconds for `size` bytes."""
+        return self.latency + 2 * (ranks - 1) / ranks * size / self.bandwidth
 
 
-# As the maker's data sheets say (SXM where there are several forms): GB, GB/s, and teraflops in bfloat16 on
-# tensor cores, not sparse, and in float32.
+# From the maker's data sheets (SXM where there are several forms): GB, GB/s, and Tflop/s of dense matrices in
+# bfloat16 and in float32.
 PRESETS = {
-    device.name: device
-    for device in (
-        _nvidia("h200", 141, 4800, 989, 67),
-        _nvidia("h100", 80, 3350, 989, 67),
-        _nvidia("a100", 80, 2039, 312, 19.5),
-        _nvidia("rtx-4090", 24, 1008, 165.2, 82.6),
+    name: Device(name, "cuda", 1e9 * gb, 1e9 * gb_per_s, {2: 1e12 * bfloat16, 4: 1e12 * float32})
+    for name, gb, gb_per_s, bfloat16, float32 in (
+        ("h200", 141, 4800, 989, 67),
+        ("h100", 80, 3350, 989, 67),
+        ("a100", 80, 2039, 312, 19.5),
+        ("rtx-4090", 24, 1008, 165.2, 82.6),
     )
 }
 
 
 def this_device() -> Device:
-    """What a model would be loaded onto here: memory that is free now, and the bandwidth, measured."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """This machine: the memory that is free now, and the bandwidth as measured now."""
+    kind: Kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind)
     free = memory.available_bytes(device)
     if free is None:
         raise ValueError("this system does not say how much memory is free: give --memory-gb")
-    kind: Kind = "cuda" if device.type == "cuda" else "cpu"
     return Device(THIS, kind, free, machine.measure_read(device), {})
 
 
@@ -64,17 +74,14 @@ def choose(name: str | None, memory_gb: float | None, gb_per_s: float | None, tf
         raise ValueError(f"--device {name} has a memory and bandwidth of its own: leave it, or those, out")
     if memory_gb is None or gb_per_s is None:
         raise ValueError("a device of your own needs both --memory-gb and --bandwidth-gb-per-s")
-    for option, value in (
-        ("memory-gb", memory_gb),
-        ("bandwidth-gb-per-s", gb_per_s),
-        ("tflops", tflops),
-    ):
-        check_positive(option, value)
+    for option, value in (("memory-gb", memory_gb), ("bandwidth-gb-per-s", gb_per_s), ("tflops", tflops)):
+        if value is not None:
+            check_positive(option, value)
     flops = {} if tflops is None else dict.fromkeys((2, 4), 1e12 * tflops)
     return Device("your device", "cuda", 1e9 * memory_gb, 1e9 * gb_per_s, flops)
 
 
-def check_positive(option: str, value: float | None) -> None:
-    """Raise ValueError for a given number that is not above 0, or not finite in smaller units."""
-    if value is not None and not 0 < value < 1e15:
+def check_positive(option: str, value: float) -> None:
+    """Raise ValueError for a number that is not above 0, or not finite in smaller units."""
+    if not 0 < value < 1e15:
         raise ValueError(f"--{option} must be a number above 0, got {value:g} (and below 1e15)")

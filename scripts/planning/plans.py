@@ -1,10 +1,10 @@
-"""Everything that is said of a model on a device: as plain values, for JSON, tables and the chart."""
+"""A plan: what is said of a model on a device, as plain values for JSON, tables and the chart."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,10 +13,9 @@ from inertiakv import EvictionConfig, policy
 from inertiakv.models import ModelConfig
 from inertiakv.scripts.benchmarking import traffic
 
-from .devices import Device
-from .rank import Rank, rank_of
-from .room import Request, Room, room_for
-from .speed import Link, Shares, rehearsal, step
+from .devices import THIS
+from .memory import Footprint, Shard, make_footprint, make_shard
+from .speed import Machine, decode_step, rehearsal
 
 FULL = "full"
 COMPRESSIONS = (0.0, 0.25, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 0.99)
@@ -24,136 +23,155 @@ COMPRESSIONS = (0.0, 0.25, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.9
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked: every number of ranks with every context, batch and rule."""
+    """What is asked: every number of ranks with every context and batch, with a policy and the full cache."""
 
     name: str
     config: ModelConfig
     dtype: torch.dtype
     quantize: str | None
-    device: Device
-    shares: Shares
-    link: Link | None
+    machine: Machine
     usable: float
-    """Of the memory, what may be filled."""
-    rules: dict[str, EvictionConfig | None]
+    """Share of the memory that may be filled."""
+    policy: str
+    eviction: EvictionConfig | None
     ranks: Sequence[int]
     contexts: Sequence[int]
     batches: Sequence[int]
     new_tokens: int
-    chunk: int
 
     @property
     def available(self) -> float:
-        return self.usable * self.device.memory
+        return self.usable * self.machine.device.memory
 
     def as_json(self) -> dict[str, Any]:
         """Raises ValueError for what cannot be split, or evicted to its budget."""
-        ranks = {number: rank_of(self.config, self.dtype, self.quantize, number) for number in self.ranks}
-        whole = rank_of(self.config, self.dtype, self.quantize, 1)
+        device = self.machine.device
+        whole = make_shard(self.config, self.dtype, self.quantize, 1)
+        shards = {
+            ranks: make_shard(self.config, self.dtype, self.quantize, ranks) if ranks > 1 else whole
+            for ranks in self.ranks
+        }
+        rules = {FULL: None, self.policy: self.eviction}
+        footprints = {
+            (ranks, context, name): make_footprint(shards[ranks], context, self.new_tokens, rules[name])
+            for ranks, context, name in product(self.ranks, self.contexts, rules)
+        }
         return {
             "model": {
                 "name": self.name,
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "quantize": self.quantize,
                 "parameters": whole.parameters,
-                "weight_bytes": whole.weights,
+                "weight_bytes": whole.weight_bytes,
                 "kv_bytes_per_token": traffic.kv_bytes(self.config, [1], self.dtype),
             },
             "device": {
-                "name": self.device.name,
-                "memory_bytes": round(self.device.memory),
+                "name": device.name,
+                "memory_bytes": round(device.memory),
                 "usable": self.usable,
-                "bytes_per_second": round(self.device.bandwidth),
-                "flops_per_second": self.device.flops.get(self.dtype.itemsize),
-                "interconnect_bytes_per_second": self.link and self.link.bandwidth,
+                "bytes_per_second": round(device.bandwidth),
+                "flops_per_second": device.flops.get(self.dtype.itemsize),
+                "interconnect_bytes_per_second": self.machine.link and self.machine.link.bandwidth,
             },
-            "shares": vars(self.shares),
-            "rooms": [
-                self._room(ranks[number], context, name)
-                for number, context, name in itertools.product(self.ranks, self.contexts, self.rules)
-            ],
+            "shares": vars(self.machine.shares),
+            "rooms": [self._setting(*key) | self._memory(fp) for key, fp in footprints.items()],
             "steps": [
-                self._step(ranks[number], context, batch, name)
-                for number, context, batch, name in itertools.product(
-                    self.ranks, self.contexts, self.batches, self.rules
-                )
+                self._setting(ranks, context, name) | self._step(footprints[ranks, context, name], batch)
+                for ranks, context, batch, name in product(self.ranks, self.contexts, self.batches, rules)
             ],
             "sweep": [
-                point
-                for number, context in itertools.product(self.ranks, self.contexts)
-                for point in self._sweep(ranks[number], context)
+                self._setting(ranks, context, self.policy) | point
+                for ranks, context in product(self.ranks, self.contexts)
+                for point in self._sweep(shards[ranks], context)
             ],
+            "notes": self.notes(),
         }
 
-    def _setting(self, rank: Rank, context: int, name: str) -> dict[str, Any]:
-        return {"ranks": rank.ranks, "context": context, "new_tokens": self.new_tokens, "policy": name}
+    def _setting(self, ranks: int, context: int, name: str) -> dict[str, Any]:
+        return {"ranks": ranks, "context": context, "new_tokens": self.new_tokens, "policy": name}
 
-    def _fitted(self, rank: Rank, context: int, eviction: EvictionConfig | None) -> tuple[Request, Room]:
-        request = Request(context, self.new_tokens, eviction)
-        return request, room_for(rank, request, self.chunk)
-
-    def _room(self, rank: Rank, context: int, name: str) -> dict[str, Any]:
+    def _memory(self, footprint: Footprint) -> dict[str, Any]:
         """What a row takes on each rank, and how many fit."""
-        _, room = self._fitted(rank, context, self.rules[name])
         return {
-            **self._setting(rank, context, name),
-            "kept_tokens": room.kept,
-            "slots": room.slots,
-            "weight_bytes": room.weights,
+            "kept_tokens": footprint.kept,
+            "slots": footprint.slots,
+            "weight_bytes": footprint.weights,
             "bytes_a_row": {
-                "prompt_cache": room.prompt,
-                "decode_cache": room.decode,
-                "workspace": room.workspace,
+                "prompt_cache": footprint.prompt_cache,
+                "decode_cache": footprint.decode_cache,
+                "workspace": footprint.workspace,
             },
-            "largest_batch": room.most_together(self.available),
-            "sessions": room.most_one_by_one(self.available),
+            "largest_batch": footprint.most_together(self.available),
+            "sessions": footprint.most_one_by_one(self.available),
         }
 
-    def _step(self, rank: Rank, context: int, batch: int, name: str) -> dict[str, Any]:
+    def _step(self, footprint: Footprint, batch: int) -> dict[str, Any]:
         """What so many rows take on each rank, and how fast they are decoded by all."""
-        request, room = self._fitted(rank, context, self.rules[name])
-        together, one_by_one = room.together(batch), room.one_by_one(batch)
-        on = (self.device, self.shares, self.link)
-        taken = step(rank, room, request, batch, *on)
-        sizes = {"together": together, "one by one": one_by_one}
+        step = decode_step(footprint, batch, self.machine)
+        sizes = {"together": footprint.together(batch), "one by one": footprint.one_by_one(batch)}
         fits = next((how for how, size in sizes.items() if size <= self.available), "no")
-        rehearsing = 1 if fits == "one by one" else batch
+        rehearsed_rows = 1 if fits == "one by one" else batch
         return {
-            **self._setting(rank, context, name),
             "batch": batch,
-            "bytes_read_together": together,
-            "bytes_read_one_by_one": one_by_one,
+            "bytes_read_together": sizes["together"],
+            "bytes_read_one_by_one": sizes["one by one"],
             "fits": fits,
-            "limit_ms": 1000 * taken.limit,
-            "ms": 1000 * taken.seconds,
-            "parts_ms": {part: 1000 * seconds for part, seconds in taken.parts.items()},
-            "bottleneck": taken.bottleneck,
-            "tokens_per_second": batch / taken.seconds,
-            "rehearsal_ms": 1000 * rehearsal(rank, room, request, rehearsing, *on),
+            "limit_ms": 1000 * step.limit,
+            "ms": 1000 * step.seconds,
+            "parts_ms": {part: 1000 * seconds for part, seconds in step.parts.items()},
+            "bottleneck": step.bottleneck,
+            "tokens_per_second": batch / step.seconds,
+            "rehearsal_ms": 1000 * rehearsal(footprint, rehearsed_rows, self.machine),
         }
 
-    def _sweep(self, rank: Rank, context: int) -> Iterator[dict[str, Any]]:
-        """The rule that evicts, at one compression after the other: how many sessions fit, and how fast one
-        is and all of them are."""
-        name = next((name for name, eviction in self.rules.items() if eviction is not None), None)
-        if name is None:
+    def _sweep(self, shard: Shard, context: int) -> Iterator[dict[str, Any]]:
+        """The policy at one compression after the other: how many sessions fit, and how fast they are."""
+        if self.eviction is None:
             return
         for compression in COMPRESSIONS:
             try:
-                eviction = policy(name, compression=compression)
-                request, room = self._fitted(rank, context, eviction)
+                eviction = policy(self.policy, compression=compression)
+                footprint = make_footprint(shard, context, self.new_tokens, eviction)
             except ValueError:  # less is kept than the rule protects
                 continue
-            sessions = room.most_one_by_one(self.available)
-            speeds = {
-                rows: rows / step(rank, room, request, rows, self.device, self.shares, self.link).seconds
-                for rows in {1, max(1, sessions)}
-            }
+            sessions = footprint.most_one_by_one(self.available)
+            speeds = [n / decode_step(footprint, n, self.machine).seconds for n in (1, max(1, sessions))]
             yield {
-                **self._setting(rank, context, name),
                 "compression": compression,
-                "largest_batch": room.most_together(self.available),
+                "largest_batch": footprint.most_together(self.available),
                 "sessions": sessions,
-                "tokens_per_second_of_one": speeds[1],
-                "tokens_per_second_of_all": speeds[sessions] if sessions else 0.0,
+                "tokens_per_second_of_one": speeds[0],
+                "tokens_per_second_of_all": speeds[1] if sessions else 0.0,
             }
+
+    def notes(self) -> list[str]:
+        """What a reader should know of where the numbers come from."""
+        device, shares, rule, ranks = self.machine.device, self.machine.shares, self.eviction, max(self.ranks)
+        said = []
+        if shares.source != "given" and f"on {device.kind} " not in shares.source:
+            said.append(
+                f"nothing was measured on {device.kind} yet: the shares are those of another kind of device"
+            )
+        if device.kind == "cuda" and device.name != THIS:
+            said.append("a bandwidth from a data sheet is more than programs read with")
+        if ranks > 1 and self.machine.link is None:
+            said.append("all-reduces take no time here: see --interconnect-gb-per-s")
+        if ranks > self.config.num_kv_heads:
+            said.append(f"{self.config.num_kv_heads} KV heads are fewer than ranks: each is on several")
+        if rule is None:
+            return said
+        for context in self.contexts:
+            if rule.budget is not None and rule.budget >= context:
+                said.append(f"a budget of {rule.budget:,} tokens evicts nothing of a context of {context:,}")
+        if rule.draft and (rule.budget or 0) < max(self.contexts):
+            said.append(
+                f"rehearsal ms: {rule.drafts} drafts of {rule.draft} tokens before an answer's second token, "
+                "decode steps and a pass over the prompt each, of all rows or, one by one, of each; "
+                "no part of ms and token/s"
+            )
+        if rule.allocation in ("adaptive", "model"):
+            said.append(
+                "buffers are as large as the fullest set needs, which only a prompt tells: at least what is "
+                "said"
+            )
+        return said

@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 from inertiakv.scripts.benchmarking import traffic
 
-from .devices import Device, Kind
-from .rank import Rank
-from .room import Request, Room
-
-CLEARLY = 1.1
-"""By so much more time than reading takes, what it takes is arithmetic."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A step that was measured, and what reading would take at the machine's bandwidth, in seconds."""
-
-    kind: Kind
-    weights_in: str
-    """The dtype of the weights, or their quantisation."""
-    batch: int
-    seconds: float
-    weights: float
-    kv: float
-    flops: float
+from .devices import Device, Link
+from .memory import Footprint
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Parts of the bandwidth that weights, and K and V, are read with."""
+    """Shares of the bandwidth that weights, and K and V, are read with."""
 
     weights: float
     kv: float
@@ -42,21 +20,15 @@ class Shares:
     """Operations a second, where a batch was measured that is bound by them."""
     source: str
 
-    def seconds(self, sample: Sample) -> float:
-        """What such a step takes, by these shares."""
-        arithmetic = 0.0 if self.flops is None else sample.flops / self.flops
-        return max(sample.weights / self.weights, arithmetic) + sample.kv / self.kv
-
 
 @dataclass(frozen=True)
-class Link:
-    """Between ranks. Each all-reduce takes the latency, and moves 2 (R - 1) / R of its bytes over R ranks."""
+class Machine:
+    """One device for each rank."""
 
-    bandwidth: float
-    latency: float
-
-    def all_reduce(self, size: float, ranks: int) -> float:
-        return self.latency + 2 * (ranks - 1) / ranks * size / self.bandwidth
+    device: Device
+    shares: Shares
+    link: Link | None = None
+    """None: all-reduces take no time."""
 
 
 @dataclass(frozen=True)
@@ -75,69 +47,49 @@ class Step:
         return max(self.parts, key=lambda part: self.parts[part])
 
 
-def fit(samples: Sequence[Sample], source: str) -> Shares | None:
-    """The shares that describe these steps best, by the least squares of relative deviations; None where
-    they do not tell weights from K and V. Single rows say how fast things are read, batches how much time
-    arithmetic takes beyond that."""
-    single = [sample for sample in samples if sample.batch == 1]
-    columns = torch.tensor([[s.weights / s.seconds, s.kv / s.seconds] for s in single], dtype=torch.float64)
-    if len(single) < 2 or torch.linalg.matrix_rank(columns, rtol=0.01) < 2:
-        return None
-    slopes = torch.linalg.lstsq(columns, torch.ones(len(single), 1, dtype=torch.float64)).solution
-    weights, kv = slopes[:, 0].tolist()
-    if weights <= 0 or kv <= 0:
-        return None
-    left = [(s, s.seconds - kv * s.kv) for s in samples if s.batch > 1]
-    rates = [s.flops / seconds for s, seconds in left if seconds > CLEARLY * weights * s.weights]
-    return Shares(1 / weights, 1 / kv, statistics.median(rates) if rates else None, source)
-
-
-def step(
-    rank: Rank, room: Room, request: Request, rows: int, device: Device, shares: Shares, link: Link | None
-) -> Step:
-    """What a step of so many rows takes, on all ranks at once.
+def decode_step(footprint: Footprint, rows: int, machine: Machine) -> Step:
+    """A step of so many rows, on all ranks at once.
 
     K and V are read slot by slot, taken or not; on a GPU a step that scores reads K once more.
     """
-    of_rows = rows * traffic.row_bytes(rank.model, room.kept)
-    limit = (traffic.weight_bytes(rank.model, rows) + of_rows) / device.bandwidth
-    read, arithmetic = _weights(rank, rows, device, shares)
-    kv = rows * room.decode_kv / (device.bandwidth * shares.kv)
-    scored = request.refresh_share
+    shard, refreshes, device = footprint.shard, footprint.refresh_share, machine.device
+    kept = rows * traffic.row_bytes(shard.model, footprint.kept)
+    limit = (traffic.weight_bytes(shard.model, rows) + kept) / device.bandwidth
+    read, arithmetic = _weights(footprint, rows, machine)
+    kv = rows * footprint.decode_kv / (device.bandwidth * machine.shares.kv)
     parts = {"weights": read} if read >= arithmetic else {"arithmetic": arithmetic}
-    parts["K and V"] = kv * (1 + scored / 2) if device.kind == "cuda" else kv
-    if link is not None and rank.ranks > 1:
-        scores = link.all_reduce(rows * room.slots * 4, rank.ranks)
-        parts["all-reduce"] = _hidden(rank, rows, link) + scored * scores
+    parts["K and V"] = kv * (1 + refreshes / 2) if device.kind == "cuda" else kv
+    if machine.link is not None and shard.ranks > 1:
+        scores = machine.link.all_reduce(rows * footprint.slots * 4, shard.ranks)
+        parts["all-reduce"] = _hidden_states(footprint, rows, machine.link) + refreshes * scores
     return Step(limit, parts)
 
 
-def rehearsal(
-    rank: Rank, room: Room, request: Request, rows: int, device: Device, shares: Shares, link: Link | None
-) -> float:
-    """Seconds that a rule's drafts take, once an answer: of each draft the decode steps behind its first
-    token, and the pass of its queries, which read K and V of the prompt."""
-    eviction, queries = request.eviction, rows * request.draft
-    if eviction is None or not queries or not room.prompt:
+def rehearsal(footprint: Footprint, rows: int, machine: Machine) -> float:
+    """Seconds that a rule's drafts take, once an answer: for each draft its decode steps after the first
+    token, and a pass of its queries over K and V of the prompt."""
+    shard, queries = footprint.shard, rows * footprint.draft
+    if not queries or not footprint.prompt_cache:
         return 0.0
-    decoding = (request.draft - 1) * step(rank, room, request, rows, device, shares, link).seconds
-    scoring = max(_weights(rank, queries, device, shares))
-    scoring += rows * room.prompt / (device.bandwidth * shares.kv)
-    if link is not None and rank.ranks > 1:
-        scores = link.all_reduce(queries * (request.context + request.draft) * 4, rank.ranks)
-        scoring += _hidden(rank, queries, link) + rank.config.num_layers * scores
-    return eviction.drafts * (decoding + scoring)
+    decoding = (footprint.draft - 1) * decode_step(footprint, rows, machine).seconds
+    scoring = max(_weights(footprint, queries, machine))
+    scoring += rows * footprint.prompt_cache / (machine.device.bandwidth * machine.shares.kv)
+    if machine.link is not None and shard.ranks > 1:
+        scores = machine.link.all_reduce(queries * (footprint.context + footprint.draft) * 4, shard.ranks)
+        scoring += _hidden_states(footprint, queries, machine.link) + shard.config.num_layers * scores
+    return footprint.drafts * (decoding + scoring)
 
 
-def _weights(rank: Rank, tokens: int, device: Device, shares: Shares) -> tuple[float, float]:
+def _weights(footprint: Footprint, tokens: int, machine: Machine) -> tuple[float, float]:
     """Seconds of reading the weights that so many tokens need, and of the arithmetic with them."""
-    read = traffic.weight_bytes(rank.model, tokens) / (device.bandwidth * shares.weights)
-    rate = device.flops.get(rank.model.dtype.itemsize) or (shares.flops if device.kind == "cpu" else None)
-    return read, 0.0 if rate is None else 2 * rank.active * tokens / rate
+    shard, device, shares = footprint.shard, machine.device, machine.shares
+    read = traffic.weight_bytes(shard.model, tokens) / (device.bandwidth * shares.weights)
+    rate = device.flops.get(shard.model.dtype.itemsize) or (shares.flops if device.kind == "cpu" else None)
+    return read, 0.0 if rate is None else 2 * shard.active_weights * tokens / rate
 
 
-def _hidden(rank: Rank, tokens: int, link: Link) -> float:
-    """Seconds in which ranks add up the hidden states of so many tokens: twice a layer, and once more."""
-    config = rank.config
-    size = tokens * config.hidden_size * rank.model.dtype.itemsize
-    return (2 * config.num_layers + 1) * link.all_reduce(size, rank.ranks)
+def _hidden_states(footprint: Footprint, tokens: int, link: Link) -> float:
+    """Seconds of the all-reduces of so many tokens' hidden states: two a layer, and one more."""
+    shard = footprint.shard
+    size = tokens * shard.config.hidden_size * shard.model.dtype.itemsize
+    return (2 * shard.config.num_layers + 1) * link.all_reduce(size, shard.ranks)

@@ -5,14 +5,11 @@ Shape letters: T steps, L layers, P positions.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from inertiakv import EvictionConfig
@@ -22,13 +19,20 @@ from .runs import REFERENCE, Rules, Run
 
 
 def analyse(rules: Rules, runs: dict[EvictionConfig, Run]) -> dict[str, Any]:
-    """What runs over one prompt say, each rule's own, in which every token was kept."""
-    statistics = {rule: dataclasses.asdict(dx.stability(r.trace, r.budget)) for rule, r in runs.items()}
+    """The statistics of one prompt: of each rule's own run, in which every token was kept."""
+    stability = {rule: dx.stability(run.trace, run.budget) for rule, run in runs.items()}
+    layers = {}
+    for label, rule in rules.distinct.items():
+        profile = dx.layer_profile(runs[rule].trace, rule, runs[rule].budget)
+        layers[label] = {
+            "margin_share": profile.margin_share_L.tolist(),
+            "decided": profile.decided_L.tolist(),
+        }
     scorers = {name: runs[rule] for name, rule in rules.scorers.items()}
     return {
-        "rules": {label: statistics[rule] for label, rule in rules.labelled.items()},
-        "layers": {label: _layers(runs[rule]) for label, rule in rules.distinct.items()},
-        "spectrum": {name: _spectrum(scorers[REFERENCE], run) for name, run in scorers.items()},
+        "rules": {label: stability[rule] for label, rule in rules.labelled.items()},
+        "layers": layers,
+        "spectrum": {name: _agreement(scorers[REFERENCE], run) for name, run in scorers.items()},
         "jaccard": {
             "layers": _pairs(scorers, lambda run: dx.layer_sets(run.trace, run.budget)),
             "ema": _pairs(scorers, lambda run: dx.ema_sets(run.trace, run.budget)),
@@ -37,22 +41,16 @@ def analyse(rules: Rules, runs: dict[EvictionConfig, Run]) -> dict[str, Any]:
 
 
 def churn_series(run: Run) -> dict[str, dict[str, list[float]]]:
-    """Churn step by step. Raw sets have the steps which took scores, each set against the one before it."""
-    sets = {"raw": dx.raw_sets(run.trace.scored(), run.budget), "ema": dx.ema_sets(run.trace, run.budget)}
-    steps = {"raw": run.trace.scored_T.nonzero()[1:, 0] + 1, "ema": torch.arange(2, run.trace.steps + 1)}
+    """Churn step by step. Raw sets have the steps that took scores, each set against the one before it."""
+    raw_TP, ema_TP = dx.raw_sets(run.trace.scored(), run.budget), dx.ema_sets(run.trace, run.budget)
+    scored = (run.trace.scored_T.nonzero()[1:, 0] + 1).tolist()
     return {
-        name: {"step": steps[name].tolist(), "churn": dx.churn(set_TP).tolist()}
-        for name, set_TP in sets.items()
+        "raw": {"step": scored, "churn": dx.churn(raw_TP).tolist()},
+        "ema": {"step": list(range(2, run.trace.steps + 1)), "churn": dx.churn(ema_TP).tolist()},
     }
 
 
-def _layers(run: Run) -> dict[str, list[float]]:
-    """The layers, and last the step before."""
-    profile = dx.layer_profile(run.trace, run.rule, run.budget)
-    return {"margin_share": profile.margin_share_L.tolist(), "decided": profile.decided_L.tolist()}
-
-
-def _spectrum(reference: Run, run: Run) -> dict[str, list[float]]:
+def _agreement(reference: Run, run: Run) -> dict[str, list[float]]:
     return {
         "spearman": dx.layer_spearman(reference.trace, run.trace).tolist(),
         "jaccard": dx.layer_jaccard(reference.trace, run.trace, run.budget).tolist(),
@@ -60,14 +58,9 @@ def _spectrum(reference: Run, run: Run) -> dict[str, list[float]]:
 
 
 def _pairs(runs: dict[str, Run], sets_of: Callable[[Run], Tensor]) -> dict[str, dict[str, float]]:
-    """Mean Jaccard of the sets of every two runs."""
-    for run in runs.values():
-        dx.check_same_steps(next(iter(runs.values())).trace, run.trace)
+    """Mean Jaccard of the sets of every two runs, all of the same steps."""
     sets = {name: sets_of(run) for name, run in runs.items()}
-    table: dict[str, dict[str, float]] = {name: {} for name in sets}
-    for a, b in itertools.combinations_with_replacement(sets, 2):
-        table[a][b] = table[b][a] = dx.jaccard(sets[a], sets[b]).nanmean().item()
-    return table
+    return {a: {b: dx.jaccard(sets[a], sets[b]).nanmean().item() for b in sets} for a in sets}
 
 
 def average(reports: Sequence[Any]) -> Any:
@@ -82,7 +75,7 @@ def average(reports: Sequence[Any]) -> Any:
 
 
 def plain(report: Any) -> Any:
-    """For JSON, which knows no NaN: null instead, and no more digits than mean something."""
+    """For JSON, which knows no NaN: null instead, and six decimals."""
     if isinstance(report, dict):
         return {key: plain(value) for key, value in report.items()}
     if isinstance(report, list):

@@ -1,4 +1,4 @@
-"""Pictures of what the rules do.
+"""Pictures of runs.
 
 Shape letters: T steps, P positions.
 """
@@ -9,22 +9,20 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from inertiakv.evals.reporting.figures import draw
 
+from .runs import Run
 
-def retention(file: Path, rasters: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """Steps down, tokens from left to right by their mean utility while they were there: orange where a token
-    is kept, grey where it has been evicted, white where there is none yet. Of each rule `utility_TP` (NaN
-    where it holds no token), and `kept_TP`."""
+
+def retention(file: Path, runs: dict[str, Run]) -> None:
+    """Of runs that evict: steps down, tokens from left to right by mean utility; orange where a token is
+    kept, grey where it has been evicted, white where there is none yet."""
     from matplotlib.colors import ListedColormap
 
     def paint(figure: Any, axes: Any) -> None:
-        for axis, (title, (utility_TP, kept_TP)) in zip(axes, rasters.items(), strict=True):
-            known_TP = (~utility_TP.isnan()).int().cummax(0).values
-            state_TP = known_TP + kept_TP
+        for axis, (title, run) in zip(axes, runs.items(), strict=True):
+            utility_TP = run.trace.utility_TP
+            state_TP = run.trace.present_TP.int().cummax(0).values + run.cached_TP
             order_P = utility_TP.nanmean(0).nan_to_num(-math.inf).argsort(descending=True, stable=True)
             axis.imshow(
                 state_TP[:, order_P].cpu().numpy(),
@@ -37,11 +35,11 @@ def retention(file: Path, rasters: dict[str, tuple[Tensor, Tensor]]) -> None:
             )
             axis.set(title=title, xlabel="tokens by mean utility", ylabel="step")
 
-    draw(file, len(rasters), (9, 3), paint)
+    draw(file, len(runs), (9, 3), paint)
 
 
 def churn(file: Path, series: dict[str, dict[str, dict[str, list[float]]]]) -> None:
-    """Share of the top B that is new at each step: of the raw scores a thin line, of utility a thick one."""
+    """Share of the top B that is new at each step: by raw scores a thin line, by utility a thick one."""
 
     def paint(figure: Any, axes: Any) -> None:
         top = max(share for lines in series.values() for line in lines.values() for share in line["churn"])
@@ -59,13 +57,13 @@ def churn(file: Path, series: dict[str, dict[str, dict[str, list[float]]]]) -> N
 def matrix(file: Path, jaccard: dict[str, dict[str, float]]) -> None:
     """Mean Jaccard of every two scorers."""
     names = list(jaccard)
-    values = torch.tensor([[jaccard[a][b] for b in names] for a in names])
+    values = [[jaccard[a][b] for b in names] for a in names]
 
     def paint(figure: Any, axes: Any) -> None:
-        image = axes[0].imshow(values.numpy(), vmin=0, vmax=1, cmap="viridis")
+        image = axes[0].imshow(values, vmin=0, vmax=1, cmap="viridis")
         axes[0].set_xticks(range(len(names)), names, rotation=45, ha="right")
         axes[0].set_yticks(range(len(names)), names)
-        for row, line in enumerate(values.tolist()):
+        for row, line in enumerate(values):
             for column, value in enumerate(line):
                 colour = "white" if value < 0.6 else "black"
                 axes[0].text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)

@@ -8,6 +8,8 @@ from typing import Any
 
 from inertiakv.evals.reporting.table import Table
 
+from .analysis import average
+
 COLUMNS = {
     "raw churn": ("raw_churn", 100, 1),
     "EMA churn": ("ema_churn", 100, 1),
@@ -18,15 +20,35 @@ COLUMNS = {
     "entropy": ("score_entropy", 1, 3),
     "rank change": ("rank_changes", 100, 1),
 }
-"""Columns of the first table: a statistic, by what it is multiplied (100 for percent), and its decimals."""
+"""Columns of the first table: a statistic, its factor (100 for percent), and its decimals."""
+STABILITY_NOTE = (
+    "As in Table 13 of arXiv 2609.03515 (raw churn 34 %, EMA churn 8 %, at most one change in 75 % of "
+    "steps). Sets are the top B of all tokens, by a step's scores (raw) and by utility (EMA, whatever "
+    "the rule). *Raw evicted*: of the raw set, what a cache that takes no token back would have lost. "
+    "*Margin*: of utilities at the edge of the set, in standard deviations. *Rank change*: of tokens "
+    "that stay, relative to the largest possible. Churn, shares and rank change in percent."
+)
+AGREEMENT_NOTE = (
+    "Each scorer against attention, layer by layer: Spearman correlation of the scores / Jaccard of the "
+    "top B, means over steps."
+)
+JACCARD_NOTE = (
+    "Of the layers' own top B, mean over steps and layers / of the sets by utility, mean over steps."
+)
+LAYERS_NOTE = (
+    "Percent of the margin by which utilities of the set exceed the others', from each layer and from "
+    "the steps before / percent of the set that would be other tokens without it."
+)
 
 
 def tables(mean: dict[str, Any]) -> list[Table]:
     """Every table that the numbers are there for."""
-    made = [stability(mean["rules"])]
+    rules = mean["rules"].items()
+    cells = [[label, *(_cell(row[key], *form) for key, *form in COLUMNS.values())] for label, row in rules]
+    made = [Table("Stability of the sets", STABILITY_NOTE, ["rule", *COLUMNS], cells)]
     if len(mean["spectrum"]) > 1:
-        made += [spectrum(mean["spectrum"]), matrix(mean["jaccard"])]
-    return [*made, layers(mean["layers"])]
+        made += [_agreement(mean["spectrum"]), _jaccard(mean["jaccard"])]
+    return [*made, _layers(mean["layers"])]
 
 
 def page(report: dict[str, Any], made: Sequence[Table]) -> str:
@@ -42,54 +64,26 @@ def page(report: dict[str, Any], made: Sequence[Table]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def stability(rules: dict[str, dict[str, float]]) -> Table:
-    note = (
-        "As in Table 13 of arXiv 2609.03515 (raw churn 34 %, EMA churn 8 %, at most one change in 75 % of "
-        "steps). Sets are the top B of all tokens, by a step's scores (raw) and by utility (EMA, whatever "
-        "the rule). *Raw evicted*: of the raw set, what a cache that takes no token back would have lost. "
-        "*Margin*: of utilities at the edge of the set, in standard deviations. *Rank change*: of tokens "
-        "that stay, relative to the largest possible. Churn, shares and rank change in percent."
-    )
-    rows = [
-        [label, *(_cell(statistics[name], *form) for name, *form in COLUMNS.values())]
-        for label, statistics in rules.items()
-    ]
-    return Table("Stability of the sets", note, ["rule", *COLUMNS], rows)
+def _agreement(scorers: dict[str, dict[str, list[float]]]) -> Table:
+    layers = range(len(next(iter(scorers.values()))["jaccard"]))
+    columns = scorers.values()
+    rows = [[str(i), *(_pair(s["spearman"][i], s["jaccard"][i]) for s in columns)] for i in layers]
+    means = [_pair(average(s["spearman"]), average(s["jaccard"])) for s in columns]
+    head = ["layer", *scorers]
+    return Table("Correlation with attention", AGREEMENT_NOTE, head, [*rows, ["mean", *means]])
 
 
-def spectrum(scorers: dict[str, dict[str, list[float]]]) -> Table:
-    note = (
-        "Each scorer against attention, layer by layer: Spearman correlation of the scores / Jaccard of the "
-        "top B, means over steps."
-    )
-    columns = {name: list(zip(s["spearman"], s["jaccard"], strict=True)) for name, s in scorers.items()}
-    count = len(next(iter(columns.values())))
-    rows = [[str(i), *(_pair(*column[i]) for column in columns.values())] for i in range(count)]
-    means = [_pair(_mean([x for x, _ in c]), _mean([y for _, y in c])) for c in columns.values()]
-    return Table("Correlation with attention", note, ["layer", *columns], [*rows, ["mean", *means]])
+def _jaccard(jaccard: dict[str, dict[str, dict[str, float]]]) -> Table:
+    layers, ema = jaccard["layers"], jaccard["ema"]
+    rows = [[a, *(_pair(layers[a][b], ema[a][b]) for b in layers)] for a in layers]
+    return Table("Jaccard between scorers", JACCARD_NOTE, ["scorer", *layers], rows)
 
 
-def matrix(jaccard: dict[str, dict[str, dict[str, float]]]) -> Table:
-    note = "Of the layers' own top B, mean over steps and layers / of the sets by utility, mean over steps."
-    names = list(jaccard["layers"])
-    rows = [[a, *(_pair(jaccard["layers"][a][b], jaccard["ema"][a][b]) for b in names)] for a in names]
-    return Table("Jaccard between scorers", note, ["scorer", *names], rows)
-
-
-def layers(rules: dict[str, dict[str, list[float]]]) -> Table:
-    note = (
-        "Percent of the margin by which utilities of the set exceed the others', from each layer and from "
-        "the steps before / percent of the set that would be other tokens without it."
-    )
+def _layers(rules: dict[str, dict[str, list[float]]]) -> Table:
     columns = [list(zip(r["margin_share"], r["decided"], strict=True)) for r in rules.values()]
     names = [*map(str, range(len(columns[0]) - 1)), "before"]
     rows = [[name, *(_pair(*column[i], 100, 1) for column in columns)] for i, name in enumerate(names)]
-    return Table("Which vote decides", note, ["layer", *rules], rows)
-
-
-def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
+    return Table("Which vote decides", LAYERS_NOTE, ["layer", *rules], rows)
 
 
 def _cell(value: float, factor: int = 1, decimals: int = 3) -> str:

@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Watch = Callable[[Tensor, Tensor, int | None, float], None]
+Observe = Callable[[Tensor, Tensor, int | None, float], None]
 """Called in each layer with q_BHTD, k_BGTD, the window and the scale."""
 
 
-class WatchedPass:
-    """The cache of a model that sees each text once: it keeps nothing, attends causally, and hands each
-    layer's queries and keys, after RoPE, to `watch`."""
+class ObservedPass:
+    """In the place of a cache, for a text that goes through the model in one piece: keeps nothing, attends
+    causally, and hands each layer's queries and keys, after RoPE, to `observe`."""
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(self, observe: Observe) -> None:
+        self.observe = observe
 
     def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
         return layer(x_BTE, *args, self)
@@ -29,7 +29,7 @@ class WatchedPass:
     def attend(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int | None, scale: float
     ) -> Tensor:
-        self.watch(q_BHTD, k_BGTD, window, scale)
+        self.observe(q_BHTD, k_BGTD, window, scale)
         tokens = q_BHTD.shape[2]
         options: dict[str, Any] = {"scale": scale, "enable_gqa": True}
         if window is None or window >= tokens:
@@ -47,7 +47,7 @@ def visible(position_Q: Tensor, keys: int, window: int | None) -> Tensor:
 def log_attention(
     q_QHD: Tensor, k_GND: Tensor, position_Q: Tensor, window: int | None, scale: float
 ) -> Tensor:
-    """The logarithm of what each query looks at, averaged over query heads, [Q, N]; -inf where it sees
+    """The logarithm of each query's attention, averaged over query heads, [Q, N]; -inf where it sees
     nothing."""
     wide = torch.promote_types(torch.float32, k_GND.dtype)
     q_GXD = q_QHD.to(wide).unflatten(1, (len(k_GND), -1)).permute(1, 2, 0, 3).flatten(1, 2)

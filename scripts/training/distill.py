@@ -4,35 +4,31 @@ A step sends one text through the model, draws some queries from its second half
 each query's scores with its target: the layer's attention, averaged over query heads, on the tokens up to the
 query. The loss is the mean squared difference of scores and the target's logarithm, both less their mean,
 since only differences decide, plus 0.1 times the KL divergence of the scores' softmax (temperature 1) from
-the target. Squared differences of the weights themselves would be all about the few tokens that get nearly
-everything: the order of the others, which is what eviction asks for, would count for nothing.
+the target. (Squared differences of the attention itself would be all about the few tokens that get nearly
+everything, while eviction asks for the order of the others.)
 
-Shape letters: C texts, T tokens of each, H query heads, G KV heads, D head dim, Q queries, N keys.
+Shape letters: C texts, T tokens of each, H query heads, G KV heads, D head dim, Q queries, N keys, L layers.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from inertiakv.evals import diagnostics as dx
 from inertiakv.models import Transformer
 from inertiakv.scoring.learned import LearnedScorer
-from inertiakv.scripts.training.attention import WatchedPass, log_attention
+from inertiakv.scripts.training.attention import ObservedPass, log_attention
 
 KL_WEIGHT = 0.1
 RATE_INPUTS = 512
-"""A matrix of so many inputs learns at the given rate. A step of Adam moves every weight alike, and so moves
-what comes out of a wider matrix further: its rate is as much lower."""
+"""The learning rate is that of a matrix with so many inputs. Adam moves every weight alike, and so moves the
+outputs of a wider matrix further: its rate is as much lower."""
 HELD_OUT = 8
 """Texts at most that are measured and not learned from; no more than a tenth of them."""
 TOP = 10
@@ -48,135 +44,96 @@ class Recipe:
     lr: float
     seed: int
 
-
-@dataclass(frozen=True)
-class Quality:
-    """How well scores order tokens as attention does, means over held-out queries."""
-
-    spearman: float
-    jaccard: float
-    spearman_by_layer: list[float]
-    jaccard_by_layer: list[float]
+    def random(self, *what: int) -> torch.Generator:
+        """A generator of its own for each thing that is drawn."""
+        seed = 0
+        for number in (self.seed, *what):
+            seed = (seed * 1_000_003 + number) % 2**63
+        return torch.Generator().manual_seed(seed)
 
 
-class Distillation:
-    """A training that can be broken off after any step, saved, and gone on with: the same numbers come out.
+def split(texts_CT: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """The texts to learn from, and those that are held out. Raises ValueError for fewer than two."""
+    count, length = texts_CT.shape
+    if count < 2:
+        raise ValueError(
+            f"the text is enough for {count} pieces of {length} tokens, 2 are needed: one to learn from, one "
+            "to measure by"
+        )
+    order_C = torch.randperm(count, generator=recipe.random(0))
+    held_out = min(HELD_OUT, max(1, count // 10))
+    return texts_CT[order_C[held_out:]], texts_CT[order_C[:held_out]]
 
-    All that is random in a step is drawn anew from the seed and the step's number.
-    """
 
-    def __init__(self, model: Transformer, texts_CT: Tensor, recipe: Recipe) -> None:
-        """Raises ValueError for fewer than two texts: one is held out."""
-        if len(texts_CT) < 2:
-            raise ValueError(
-                f"the text is enough for {len(texts_CT)} pieces of {texts_CT.shape[1]} tokens, 2 are needed: "
-                "one to learn from, one to measure by"
-            )
-        self.model, self.recipe, self.step = model, recipe, 0
-        order_C = torch.randperm(len(texts_CT), generator=self._random(0))
-        held_out = min(HELD_OUT, max(1, len(texts_CT) // 10))
-        self.held_out_CT, self.texts_CT = texts_CT[order_C[:held_out]], texts_CT[order_C[held_out:]]
-        self.scorer = self.untrained()
-        self.optimizer = torch.optim.AdamW([{"params": [matrix]} for matrix in self.scorer.parameters()])
+def untrained(model: Transformer, recipe: Recipe) -> LearnedScorer:
+    """The scorer that training starts from."""
+    sizes, random = model.config, recipe.random(1)
+    scorer = LearnedScorer(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, generator=random)
+    return scorer.to(model.device)
 
-    def untrained(self) -> LearnedScorer:
-        """The scorer that training starts from."""
-        sizes = self.model.config
-        scorer = LearnedScorer(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, generator=self._random(1))
-        return scorer.to(self.model.device)
 
-    def train_step(self) -> float:
-        """One step of AdamW, whose rate falls to nothing along a cosine; the loss before it."""
-        epoch, index = divmod(self.step, len(self.texts_CT))
-        text = torch.randperm(len(self.texts_CT), generator=self._random(2, epoch))[index]
-        fall = (1 + math.cos(math.pi * self.step / self.recipe.steps)) / 2
-        for group in self.optimizer.param_groups:
+def train(model: Transformer, scorer: LearnedScorer, texts_CT: Tensor, recipe: Recipe) -> Iterator[float]:
+    """Train the scorer with AdamW, whose rate falls to 0 along a cosine. Yields the loss of each step."""
+    optimizer = torch.optim.AdamW([{"params": [matrix]} for matrix in scorer.parameters()])
+    for step in range(recipe.steps):
+        epoch, index = divmod(step, len(texts_CT))
+        text = torch.randperm(len(texts_CT), generator=recipe.random(2, epoch))[index]
+        fall = (1 + math.cos(math.pi * step / recipe.steps)) / 2
+        for group in optimizer.param_groups:
             (matrix,) = group["params"]
-            group["lr"] = self.recipe.lr * RATE_INPUTS / matrix.shape[1] * fall
-        self.optimizer.zero_grad()
+            group["lr"] = recipe.lr * RATE_INPUTS / matrix.shape[1] * fall
+        optimizer.zero_grad()
         losses: list[Tensor] = []
 
-        def learn(q_QHD: Tensor, k_GND: Tensor, target_QN: Tensor) -> None:
+        def learn(q_QHD: Tensor, k_GND: Tensor, target_QN: Tensor, losses: list[Tensor] = losses) -> None:
             with torch.enable_grad():
-                layer_loss = loss(scores(self.scorer, q_QHD, k_GND), target_QN) / self.model.config.num_layers
+                layer_loss = loss(scores(scorer, q_QHD, k_GND), target_QN) / model.config.num_layers
                 layer_loss.backward()  # at once, so that no layer's scores are held
             losses.append(layer_loss.detach())
 
-        self._watch(self.texts_CT[text], self._random(3, self.step), learn)
-        self.optimizer.step()
-        self.step += 1
-        return torch.stack(losses).sum().item()
+        observe(model, texts_CT[text], recipe.queries, recipe.random(3, step), learn)
+        optimizer.step()
+        yield torch.stack(losses).sum().item()
 
-    def measure(self, scorer: LearnedScorer) -> Quality:
-        """How a scorer does on the texts that were held out."""
-        rows: list[tuple[float, float]] = []
 
-        def compare(q_QHD: Tensor, k_GND: Tensor, target_QN: Tensor) -> None:
-            score_QN = scores(scorer, q_QHD, k_GND)
-            rows.append(agreement(score_QN, target_QN))
+def measure(model: Transformer, scorer: LearnedScorer, texts_CT: Tensor, recipe: Recipe) -> dict[str, Any]:
+    """Spearman and Jaccard of scores with attention, means over queries: in all, and by layer."""
+    found: list[tuple[float, float]] = []
 
-        for index, text_T in enumerate(self.held_out_CT):
-            self._watch(text_T, self._random(4, index), compare)
-        table = torch.tensor(rows, dtype=torch.float64).view(len(self.held_out_CT), -1, 2).mean(0)
-        by_layer = [[round(x, 4) for x in column.tolist()] for column in table.unbind(-1)]
-        means = [round(x, 4) for x in table.mean(0).tolist()]
-        return Quality(means[0], means[1], *by_layer)
+    def compare(q_QHD: Tensor, k_GND: Tensor, target_QN: Tensor) -> None:
+        found.append(agreement(scores(scorer, q_QHD, k_GND), target_QN))
 
-    def save(self, path: Path, settings: dict[str, Any]) -> None:
-        """Write everything that going on needs, in one piece: what breaks this off leaves the file before."""
-        state = self.optimizer.state_dict()["state"]
-        tensors = {f"adam.{i}.{name}": tensor for i, entry in state.items() for name, tensor in entry.items()}
-        tensors |= {f"scorer.{name}": tensor for name, tensor in self.scorer.state_dict().items()}
-        new = path.with_suffix(".new")
-        save_file(tensors, new, {"settings": json.dumps(settings), "step": str(self.step)})
-        os.replace(new, path)
+    for index, text_T in enumerate(texts_CT):
+        observe(model, text_T, recipe.queries, recipe.random(4, index), compare)
+    mean_L2 = torch.tensor(found, dtype=torch.float64).view(len(texts_CT), -1, 2).mean(0)
+    names = ("spearman", "jaccard")
+    means = {name: round(value, 4) for name, value in zip(names, mean_L2.mean(0).tolist(), strict=True)}
+    by_layer = {
+        f"{name}_by_layer": [round(value, 4) for value in mean_L.tolist()]
+        for name, mean_L in zip(names, mean_L2.unbind(-1), strict=True)
+    }
+    return means | by_layer
 
-    def load(self, path: Path, settings: dict[str, Any]) -> None:
-        """Go on where a training with the same settings was saved. Raises ValueError for other settings and
-        for a file that is no checkpoint."""
-        try:
-            with safe_open(path, "pt", device=str(self.model.device)) as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            theirs, step = json.loads(metadata["settings"]), int(metadata["step"])
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise ValueError(f"{path} is no checkpoint of a training: {error!r}") from error
-        for name, ours in settings.items():
-            if theirs.get(name) != ours:
-                what = f"{name} {theirs.get(name)!r}, not {ours!r}" if name != "text" else "another text"
-                raise ValueError(f"{path} was made with {what}")
-        self.scorer.load_state_dict(
-            {name: tensors[f"scorer.{name}"] for name, _ in self.scorer.named_parameters()}
-        )
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            if name.startswith("adam."):
-                _, index, entry = name.split(".")
-                state.setdefault(int(index), {})[entry] = tensor
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
-        self.step = step
 
-    @torch.no_grad()
-    def _watch(self, text_T: Tensor, random: torch.Generator, use: Any) -> None:
-        """Send a text through the model; `use(q_QHD, k_GND, target_QN)` in each layer, the same queries."""
-        tokens_1T = text_T[None].to(self.model.device)
-        length = len(text_T)
-        position_Q = torch.randint(length // 2, length, (self.recipe.queries,), generator=random)
-        position_Q = position_Q.to(self.model.device)
+@torch.no_grad()
+def observe(
+    model: Transformer,
+    text_T: Tensor,
+    queries: int,
+    random: torch.Generator,
+    use: Callable[[Tensor, Tensor, Tensor], None],
+) -> None:
+    """Send a text through the model, and call `use(q_QHD, k_GND, target_QN)` in each layer, with the same
+    queries."""
+    length = len(text_T)
+    position_Q = torch.randint(length // 2, length, (queries,), generator=random).to(model.device)
 
-        def watch(q_BHTD: Tensor, k_BGTD: Tensor, window: int | None, scale: float) -> None:
-            q_QHD = q_BHTD[0, :, position_Q].transpose(0, 1)
-            use(q_QHD, k_BGTD[0], log_attention(q_QHD, k_BGTD[0], position_Q, window, scale))
+    def on_layer(q_BHTD: Tensor, k_BGTD: Tensor, window: int | None, scale: float) -> None:
+        q_QHD = q_BHTD[0, :, position_Q].transpose(0, 1)
+        use(q_QHD, k_BGTD[0], log_attention(q_QHD, k_BGTD[0], position_Q, window, scale))
 
-        positions_1T = torch.arange(length, device=self.model.device)[None]
-        self.model(tokens_1T, positions_1T, WatchedPass(watch))
-
-    def _random(self, *what: int) -> torch.Generator:
-        """A generator of its own for each thing that is drawn."""
-        seed = 0
-        for number in (self.recipe.seed, *what):
-            seed = (seed * 1_000_003 + number) % 2**63
-        return torch.Generator().manual_seed(seed)
+    positions_1T = torch.arange(length, device=model.device)[None]
+    model(text_T[None].to(model.device), positions_1T, ObservedPass(on_layer))
 
 
 def scores(scorer: LearnedScorer, q_QHD: Tensor, k_GND: Tensor) -> Tensor:

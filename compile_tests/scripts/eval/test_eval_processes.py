@@ -16,7 +16,7 @@ import torch
 from compile_tests.evals.cli.folders import ARGV, MADE, ROOT, Cli, contents, run_meta
 from compile_tests.tiny_chat import tiny_chat
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
-from inertiakv.models.parallel import joined
+from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scripts import eval as script
 from inertiakv.scripts.evaluating.process import Process
 
@@ -81,14 +81,17 @@ def test_a_process_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Process.here(2) == Process(1, 4, 2)
     with pytest.raises(ValueError, match="8 processes do not go into groups of 3"):
         Process.here(3)
-    with joined("cpu", 1) as joining:
+    with init_tensor_parallel("cpu", 1) as joining:
         assert joining == (SINGLE_PROCESS, torch.device("cpu"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with joined(None, 1) as joining:
+    with init_tensor_parallel(None, 1) as joining:
         assert joining == (SINGLE_PROCESS, torch.device("cuda:1"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(ValueError, match="rank 3 needs a GPU of its own; there are 1"), joined(None, 1):
+    with (
+        pytest.raises(ValueError, match="rank 3 needs a GPU of its own; there are 1"),
+        init_tensor_parallel(None, 1),
+    ):
         pass
     monkeypatch.setenv("RANK", "8")
     with pytest.raises(ValueError, match="RANK must be from 0 to WORLD_SIZE - 1, got 8 of 8"):
@@ -123,10 +126,10 @@ def test_groups_hold_a_model_and_share_the_samples(cli: Cli, tmp_path: Path) -> 
 @pytest.mark.usefixtures("unloaded")
 def test_rules_that_ranks_cannot_go_by(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
-    def joined(device: str, size: int) -> Iterator[Any]:
+    def init_tensor_parallel(device: str, size: int) -> Iterator[Any]:
         yield TensorParallel(0, size, "no group"), torch.device(device)
 
-    monkeypatch.setattr(script, "joined", joined)
+    monkeypatch.setattr(script, "init_tensor_parallel", init_tensor_parallel)
     monkeypatch.setenv("WORLD_SIZE", "2")
     argv = [*MADE.split(), "--tensor-parallel-size", 2, "--out", tmp_path / "out"]
     message = "kvzip@0.9: scorer='reconstruction' looks at all heads together: not with the model on 2 ranks"

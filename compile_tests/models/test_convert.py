@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compile_tests.models.reference import VOCAB, tiny_checkpoint
+from compile_tests.models.test_rope import LLAMA3
 from inertiakv.models import ModelConfig, load_checkpoint
 from inertiakv.models.checkpoint import SINGLE, checkpoint_views
 from inertiakv.models.convert import convert_gguf
@@ -36,14 +37,6 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate.": "ffn_gate_inp.",
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
 }
 
 
@@ -163,35 +156,33 @@ def test_rope_scaling(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "extra",
-    [{"rope.scaling.type": "longrope"}, {"rope.scaling.type": "yarn", "rope.scaling.yarn_beta_fast": 3.0}],
-    ids=str,
+    "extra,tensors,message",
+    [
+        ({"rope.scaling.type": "longrope"}, {}, "'longrope'"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.yarn_beta_fast": 3.0}, {}, "'yarn' .*yarn_beta_fast"),
+        ({}, {"model.layers.1.self_attn.o_proj.weight": None}, r"model\.gguf lacks model.*1.*o_proj\.weight"),
+        (
+            {},
+            {"model.layers.1.self_attn.q_proj.bias": torch.ones(64)},
+            r"has \d+ weights, but a llama model of its sizes has \d+",
+        ),
+        ({}, {"rope_freqs.weight": torch.linspace(1.0, 3.0, 8)}, r"rope_freqs\.weight"),
+    ],
+    ids=["RoPE type", "YaRN key", "missing tensor", "unknown tensor", "RoPE factors"],
 )
-def test_rope_scaling_that_is_not_understood(tmp_path: Path, extra: dict[str, Any]) -> None:
-    file, _ = make(tmp_path, "qwen2", extra)
-    with pytest.raises(ValueError, match=extra["rope.scaling.type"]):
+def test_what_is_not_understood(
+    tmp_path: Path, extra: dict[str, Any], tensors: dict[str, Tensor | None], message: str
+) -> None:
+    def change(all_tensors: dict[str, Any]) -> None:
+        all_tensors.update(tensors)
+        for name in [name for name, tensor in tensors.items() if tensor is None]:
+            del all_tensors[name]
+
+    file, _ = make(tmp_path, "llama", extra, change)
+    with pytest.raises(ValueError, match=message):
         convert_gguf(file, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
-
-
-def test_missing_and_unknown_tensors(tmp_path: Path) -> None:
-    name = "model.layers.1.self_attn.o_proj.weight"
-    file, _ = make(tmp_path / "a", "llama", change=lambda tensors: tensors.pop(name))
-    with pytest.raises(ValueError, match=rf"model\.gguf lacks {name}"):
-        convert_gguf(file, tmp_path / "out")
-    bias = {"model.layers.1.self_attn.q_proj.bias": torch.ones(64)}
-    file, _ = make(tmp_path / "b", "llama", change=lambda tensors: tensors.update(bias))
-    with pytest.raises(ValueError, match=r"has \d+ weights, but a llama model of its sizes has \d+"):
-        convert_gguf(file, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_rope_factors_of_another_kind(tmp_path: Path) -> None:
-    factors = {"rope_freqs.weight": torch.linspace(1.0, 3.0, 8)}
-    file, _ = make(tmp_path, "llama", change=lambda tensors: tensors.update(factors))
-    with pytest.raises(ValueError, match=r"rope_freqs\.weight"):
-        convert_gguf(file, tmp_path / "out")
 
 
 def test_unsupported_architecture(tmp_path: Path) -> None:

@@ -1,14 +1,21 @@
-"""Every family against the reference, in float32: all logits of a prefill and of 20 decode steps."""
+"""Every family against transformers, in float32: all logits of a prefill and of 20 decode steps. A compiled
+decode step is one graph and equals the eager one.
+
+Shapes: B batch, T query tokens, V vocabulary.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+from torch import Tensor
 
 from compile_tests.models.reference import (
     FAMILIES,
     GrowingCache,
+    StaticCache,
     assert_close,
     assert_parity,
     forward,
@@ -65,34 +72,15 @@ def test_mixture_of_experts(tmp_path: Path, normalise: bool, options: dict[str, 
     assert_parity(*pair(tmp_path, config), batch=2)
 
 
+SCALED: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 24}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 3.0},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 24,
-    },
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 24},
-    "yarn attention_factor": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 24,
-        "attention_factor": 1.3,
-    },
-    "yarn mscale": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 24,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.5,
-    },
-    "yarn betas": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 24,
-        "beta_fast": 16.0,
-        "beta_slow": 2.0,
-        "truncate": False,
-    },
+    "llama3": {**SCALED, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": SCALED,
+    "yarn attention_factor": {**SCALED, "attention_factor": 1.3},
+    "yarn mscale": {**SCALED, "mscale": 1.0, "mscale_all_dim": 0.5},
+    "yarn betas": {**SCALED, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
 }
 
 
@@ -108,28 +96,18 @@ def test_dynamic_rope_up_to_its_length(tmp_path: Path) -> None:
     parameters = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
     config = reference_config("llama", rope_parameters=parameters, max_position_embeddings=32)
     reference, model = pair(tmp_path, config)
-    assert model.config.position_limit == 32
+    assert model.config.max_positions == 32
     assert_parity(reference, model, prompt=12, steps=20)
 
 
+SLIDES = {"sliding_window": 8, "use_sliding_window": True}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int | None, ...]]] = {
     "mistral": ("mistral", {"sliding_window": 8}, (8, 8, 8)),
-    "qwen2 upper layers": (
-        "qwen2",
-        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
-        (None, 8, 8),
-    ),
-    "qwen2 switched off": ("qwen2", {"sliding_window": 8, "use_sliding_window": False}, (None,) * 3),
-    "qwen3 layer types": (
-        "qwen3",
-        {
-            "sliding_window": 8,
-            "use_sliding_window": True,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-        (8, None, 8),
-    ),
-    "qwen3_moe": ("qwen3_moe", {"sliding_window": 8, "use_sliding_window": True}, (8, 8, 8)),
+    "qwen2 upper layers": ("qwen2", {**SLIDES, "max_window_layers": 1}, (None, 8, 8)),
+    "qwen2 switched off": ("qwen2", {**SLIDES, "use_sliding_window": False}, (None,) * 3),
+    "qwen3 layer types": ("qwen3", {**SLIDES, "layer_types": TYPES}, (8, None, 8)),
+    "qwen3_moe": ("qwen3_moe", SLIDES, (8, 8, 8)),
 }
 
 
@@ -177,3 +155,52 @@ def test_float64_model_computes_in_float64(tmp_path: Path) -> None:
         forward(models[1], tokens_BT[:, t : t + 1], positions_BT[:, t : t + 1], cache) for t in range(30)
     ]
     assert_close(torch.cat(steps, 1), double, 1e-12)
+
+
+def decode(model: Transformer, tokens_BT: Tensor, step: Any) -> Tensor:
+    """Logits of feeding the tokens one by one through `step`."""
+    cache = StaticCache(model.config, tokens_BT.shape[0], tokens_BT.shape[1], model.dtype)
+    logits = []
+    for t in range(tokens_BT.shape[1]):
+        cache.query_B.fill_(t)
+        logits.append(step(model, tokens_BT[:, t : t + 1].contiguous(), cache).clone())
+    return torch.cat(logits, 1)
+
+
+@torch.no_grad()
+def step(model: Transformer, tokens_B1: Tensor, cache: StaticCache) -> Tensor:
+    return model.head(model(tokens_B1, cache.query_B[:, None], cache))
+
+
+# Code is generated once, for a dense and a sparse layer; for the rest a trace will do. Two rows go
+# through their chosen experts; five make more pairs than there are experts: the grouped product.
+@pytest.mark.parametrize(
+    "family,batch,backend",
+    [
+        ("qwen3_moe", 1, "inductor"),
+        ("qwen2", 1, "aot_eager"),
+        ("qwen3_moe", 2, "aot_eager"),
+        ("qwen3_moe", 5, "aot_eager"),
+    ],
+)
+def test_decode_step_is_one_graph(tmp_path: Path, family: str, batch: int, backend: str) -> None:
+    dense_layer = {"mlp_only_layers": [0]} if family == "qwen3_moe" else {}
+    _, model = pair(tmp_path, reference_config(family, num_hidden_layers=2, **dense_layer))
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=False, backend=backend)
+    tokens_BT = random_tokens(batch, 6)
+    expected = decode(model, tokens_BT, step)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_close(decode(model, tokens_BT, compiled), expected, 1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("dtype,tolerance", [("bfloat16", 0.05), ("float64", 1e-12)])
+def test_traced_dtypes(tmp_path: Path, dtype: str, tolerance: float, batch: int) -> None:
+    model = pair(tmp_path, reference_config("qwen3_moe", num_hidden_layers=2))[1].to(getattr(torch, dtype))
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
+    tokens_BT = random_tokens(batch, 4)
+    logits = decode(model, tokens_BT, compiled)
+    assert logits.dtype == model.dtype
+    assert_close(logits, decode(model, tokens_BT, step), tolerance)
