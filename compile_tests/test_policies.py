@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_tests.tiny import (
-    VOCAB,
     RowState,
     assert_same_state,
     decoder_for,
@@ -25,8 +24,6 @@ from compile_tests.tiny import (
 )
 from inertiakv import POLICIES, Decoder, EvictionConfig, policy
 from inertiakv.cache.slot_cache import bucket
-from inertiakv.eviction.allocation import SAFEGUARD, Ranked, joint
-from inertiakv.eviction.protection import Limits, protected
 
 MODEL = tiny_model(7, layers=3)
 LAYERS, KV_HEADS, HEAD_DIM, FLOAT64 = 3, 2, 8, 8
@@ -250,47 +247,3 @@ def test_random_scores_are_uniform_and_differ_by_seed_layer_query_and_position()
     )
     by_layer.generate(random_prompt(59), 2)
     assert len({tuple(state.kept) for state in states(by_layer)}) == LAYERS * KV_HEADS
-
-
-@pytest.mark.parametrize("recent, spaced, least", [(0, 0, 4), (3, 3, 9), (9, 9, 18)])
-def test_a_head_of_no_worth_keeps_its_safeguard_and_all_that_may_be_protected(
-    recent: int, spaced: int, least: int
-) -> None:
-    position_BXN = torch.arange(40).expand(1, 2, -1)
-    utility_BXN = torch.stack((torch.arange(40) / 1000, torch.arange(40) + 1.0))[None]
-    limits = Limits(*(torch.tensor([n]) for n in (0, recent, 30, spaced)))
-    protected_BXN = protected(position_BXN, torch.tensor([39]), limits)
-    # Budgets as an earlier turn left them: a fifth of their sum is spread evenly.
-    sets = Ranked(position_BXN, utility_BXN, protected_BXN, torch.tensor([[2, 38]]))
-    keep_BXN = joint(sets, limits.number_B, SAFEGUARD)
-    assert keep_BXN.sum(-1).tolist() == [[least, 40 - least]]
-    assert (keep_BXN | ~protected_BXN).all()
-
-
-ALIKE = ("lazy2", "lazy8", "lazy16", "single", "cumulative", "random_after_prompt", "pyramidkv")
-"""Their graphs are those of others: what is different are numbers in buffers."""
-
-
-def random_order(seed: int) -> list[int]:
-    return torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ALIKE])
-def test_compiled_it_keeps_what_it_keeps_eager(name: str) -> None:
-    model = tiny_model(3, dtype=torch.float32)
-    config = None if name == "full" else policy(name, budget=40)
-    eager, compiled = (decoder_for(model, config, compile=c) for c in (False, True))
-    for lengths in ((60, 9, 52), (9, 52, 60)):
-        # No token twice: the first layer's keys of equal tokens have equal norms, which rounding tells apart.
-        prompts = [random_order(length)[:length] for length in lengths]
-        expected, out = eager.generate(prompts, 14), compiled.generate(prompts, 14)
-        assert out.tokens == expected.tokens
-        assert (out.stats.refreshes, out.stats.kept_tokens) == (
-            expected.stats.refreshes,
-            expected.stats.kept_tokens,
-        )
-        for row in range(3):
-            assert_same_states(states(compiled, row), states(eager, row), 1e-4)
-        graphs = out.stats.graphs
-        assert (graphs.compiled, graphs.breaks, graphs.recompiles) == (1, 0, 0)

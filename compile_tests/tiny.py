@@ -13,8 +13,17 @@ import torch
 from torch import Tensor
 
 from inertiakv import Decoder, EvictionConfig
-from inertiakv.cache.slot_cache import SlotCache
+from inertiakv.attention.forward_state import ForwardState
+from inertiakv.cache.slot_cache import CacheShape, SlotCache
+from inertiakv.compiling.fingerprint import fingerprint
+from inertiakv.compiling.graphs import Graphs
+from inertiakv.compiling.replay import Replayed
+from inertiakv.decoding.batch import BatchState
+from inertiakv.decoding.forward import ForwardPass
+from inertiakv.decoding.rule import DecodingRule
+from inertiakv.decoding.steps import decode_step
 from inertiakv.models import ModelConfig, Transformer, parse_config
+from inertiakv.scoring.scorers import Evidence, random
 
 VOCAB = 61
 
@@ -172,3 +181,117 @@ def spoil_unused_slots(decoder: Decoder) -> None:
         unused_BGN = (table.position_BXN < 0).expand(-1, layer.k_BGND.shape[1], -1)
         layer.k_BGND[unused_BGN] = torch.nan
         layer.v_BGND[unused_BGN] = 1e30
+
+
+def fill_with_nan(decoder: Decoder) -> None:
+    """Spoil a cache for the next request, which must not see what it finds in its buffers."""
+    assert decoder.cache is not None
+    for layer in decoder.cache.layers:
+        layer.k_BGND.fill_(torch.nan)
+        layer.v_BGND.fill_(torch.nan)
+
+
+# The core's private names. All tests reach them through what follows.
+
+KVZIP_CHUNK = "inertiakv.scoring.kvzip.CHUNK"
+"""How many tokens of a prompt are repeated at a time."""
+
+
+def prompt_logits(decoder: Decoder) -> Tensor:
+    """Logits [B, V] of the tokens that follow the prompts, before the answer begins."""
+    logits_BV = decoder._current().logits_BV
+    assert logits_BV is not None
+    return logits_BV
+
+
+def run_steps(decoder: Decoder, number: int) -> None:
+    """Greedy decode steps whose tokens are not read."""
+    for _ in range(number):
+        decoder._current().decode_step(greedy=True)
+
+
+def compiled_steps(decoder: Decoder) -> dict[str, Replayed]:
+    """The compiled steps by what they are for."""
+    return {key[0]: replayed for key, replayed in decoder.graphs._passes.items()}
+
+
+def replayed_calls(decoder: Decoder, name: str) -> list[tuple[Any, Any]]:
+    """The loops that replaying a compiled step calls, and their arguments."""
+    calls = compiled_steps(decoder)[name]._calls
+    assert calls is not None
+    return list(calls)
+
+
+def step_fingerprint(decoder: Decoder) -> str:
+    state = (decoder.model, decoder.cache, decoder.batch, decoder.rule)
+    return fingerprint(decode_step, state)
+
+
+def attend_in_layers(
+    cache: SlotCache, positions_BT: Tensor, qkv: tuple[Tensor, Tensor, Tensor], windows: Sequence[int | None]
+) -> Tensor:
+    """Attention of new tokens, with the same q, k and v in every layer: [L, B, H, T, D]."""
+    slots_BT = cache.most_B[:, None] + torch.arange(positions_BT.shape[1])
+    state = ForwardState(positions_BT, slots_BT, "dense", windows=tuple(dict.fromkeys(windows)))
+    forward = ForwardPass(cache, state)
+    forward.begin()
+
+    def attend(q_BHTD: Tensor, layer: Any, window: int | None) -> Tensor:
+        return layer.attend(*qkv, window=window, scale=0.01)
+
+    outputs = [
+        forward.run_layer(index, lambda q, layer, window=window: attend(q, layer, window), qkv[0])
+        for index, window in enumerate(windows)
+    ]
+    return torch.stack(outputs)
+
+
+def random_scores(
+    config: EvictionConfig, layers: int, layer: int, head: int, query: int, positions: list[int]
+) -> list[float]:
+    """What scorer "random" gives to tokens at these positions, at the query's."""
+    rule = DecodingRule(config, layers, (None,), "dense", torch.float64, torch.device("cpu"))
+    if layer not in rule.coefficients():
+        return [0.0] * len(positions)
+    position_BXN, kv = torch.tensor(positions)[None, None].expand(1, head + 1, -1), torch.zeros(1).double()
+    state = ForwardState(torch.tensor([[query]]), None, "dense", (None,), position_BXN=position_BXN)
+    evidence = Evidence(state, kv, kv, kv, 1.0, salt=rule.coefficients()[layer].salt)
+    return random(evidence)[0, head].tolist()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step and all that it works on, with an empty cache."""
+
+    model: Transformer
+    cache: SlotCache
+    batch: BatchState
+    rule: DecodingRule
+
+    @classmethod
+    def make(
+        cls,
+        model: Transformer,
+        rule: EvictionConfig,
+        batch: int,
+        slots: int,
+        device: torch.device,
+        backend: str,
+    ) -> Step:
+        config = model.config
+        shape = CacheShape(config.num_layers, batch, config.num_kv_heads, slots, config.head_dim)
+        how = (config.num_layers, config.windows, backend, model.dtype, device)
+        return cls(
+            model,
+            SlotCache(shape, dtype=model.dtype, device=device),
+            BatchState(batch, device),
+            DecodingRule(rule, *how, tp=model.tp),  # type: ignore[arg-type]
+        )
+
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        return self.model, self.cache, self.batch, self.rule
+
+    def run(self, graphs: Graphs, *, refresh: bool, greedy: bool) -> None:
+        args = (self.model, self.cache, self.batch, self.rule, None)
+        graphs.run(("step",), decode_step, *args, scores=refresh, greedy=greedy)

@@ -19,7 +19,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -36,13 +35,11 @@ from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_tests.codegen.generated import Function, Generated
+from compile_tests.tiny import Step
 from inertiakv import EvictionConfig, Sampling
-from inertiakv.cache.slot_cache import CacheShape, SlotCache
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 from inertiakv.compiling.graphs import Graphs
 from inertiakv.decoding.batch import BatchState
-from inertiakv.decoding.rule import DecodingRule
-from inertiakv.decoding.steps import decode_step
 from inertiakv.models import Transformer, parse_config
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -69,67 +66,40 @@ SLOTS_TINY = 256
 RULE = EvictionConfig(budget=180, sinks=1, recent=3)
 
 
-@dataclass(frozen=True)
-class Step:
-    """A decode step and all that it works on."""
-
-    model: Transformer
-    cache: SlotCache
-    batch: BatchState
-    rule: DecodingRule
-
-    @classmethod
-    def make(
-        cls,
-        sizes: dict[str, int],
-        batch: int,
-        slots: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        backend: str,
-        window: int | None = None,
-        tp: TensorParallel = SINGLE_PROCESS,
-    ) -> Step:
-        """Weights without values, and an empty cache. With `window` the second layer slides."""
-        raw = {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "max_position_embeddings": 2**17,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e4,
-            "tie_word_embeddings": False,
-            **sizes,
+def make_step(
+    sizes: dict[str, int],
+    batch: int,
+    slots: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    backend: str,
+    window: int | None = None,
+    tp: TensorParallel = SINGLE_PROCESS,
+) -> Step:
+    """Weights without values, and an empty cache. With `window` the second layer slides."""
+    raw = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 2**17,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+        **sizes,
+    }
+    if window is not None:
+        raw |= {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": window,
+            "layer_types": ["full_attention", "sliding_attention"],
         }
-        if window is not None:
-            raw |= {
-                "model_type": "mistral",
-                "architectures": ["MistralForCausalLM"],
-                "sliding_window": window,
-                "layer_types": ["full_attention", "sliding_attention"],
-            }
-        config = parse_config(raw)
-        torch.set_default_dtype(dtype)  # fake parameters can't be cast or moved
-        with device:
-            model = Transformer(config, tp)
-        config = model.config
-        torch.set_default_dtype(torch.float32)
-        model.rotary.to(device)
-        shape = CacheShape(config.num_layers, batch, config.num_kv_heads, slots, config.head_dim)
-        return cls(
-            model,
-            SlotCache(shape, dtype=dtype, device=device),
-            BatchState(batch, device),
-            DecodingRule(RULE, config.num_layers, config.windows, backend, dtype, device, tp=tp),
-        )
-
-    @property
-    def modules(self) -> tuple[torch.nn.Module, ...]:
-        return self.model, self.cache, self.batch, self.rule
-
-    def run(self, graphs: Graphs, *, refresh: bool, greedy: bool) -> None:
-        args = (self.model, self.cache, self.batch, self.rule, None)
-        graphs.run(("step",), decode_step, *args, scores=refresh, greedy=greedy)
+    torch.set_default_dtype(dtype)  # fake parameters can't be cast or moved
+    with device:
+        model = Transformer(parse_config(raw), tp)
+    torch.set_default_dtype(torch.float32)
+    model.rotary.to(device)
+    return Step.make(model, RULE, batch, slots, device, backend)
 
 
 class _NotRun(Exception):
@@ -203,7 +173,7 @@ def lower(options: argparse.Namespace) -> dict[str, Any]:
     sizes |= {"num_attention_heads": options.heads, "num_key_value_heads": options.kv_heads}
     with FakeTensorMode(), torch.no_grad(), fresh_cache(), recorded() as partitions, written() as sources:
         how = {"backend": options.backend, "tp": tp}
-        step = Step.make(sizes, options.batch, SLOTS_8B, torch.bfloat16, CUDA, **how)
+        step = make_step(sizes, options.batch, SLOTS_8B, torch.bfloat16, CUDA, **how)
         with (
             _planted_copy() if options.plant else nullcontext(),
             nullcontext() if options.kernels else patch.object(CachingAutotuner, "precompile"),
@@ -294,7 +264,7 @@ def numbers(options: argparse.Namespace) -> dict[str, Any]:
     how = {"refresh": options.refresh, "greedy": not options.sample}
     runs = {"clean": options.steps} | dict.fromkeys(PLANTS if options.plant else (), 1)
     eager, real = (
-        {name: begin(Step.make(**kind, device=CPU, backend="dense")) for name in runs}  # type: ignore[arg-type]
+        {name: begin(make_step(**kind, device=CPU, backend="dense")) for name in runs}  # type: ignore[arg-type]
         for _ in range(2)
     )
     for name, steps in runs.items():
@@ -308,7 +278,7 @@ def numbers(options: argparse.Namespace) -> dict[str, Any]:
         fresh_cache(),
         patch.object(compile_fx, "cudagraphify", lambda model, *args, **kwargs: model),
     ):
-        fake = Step.make(**kind, device=CUDA, backend=options.backend)  # type: ignore[arg-type]
+        fake = make_step(**kind, device=CUDA, backend=options.backend)  # type: ignore[arg-type]
         for name, steps in runs.items():
             on_cpu.edit = functools.partial(mistaken, plant=PLANTS.get(name))
             for theirs, ours in zip(fake.modules, real[name].modules, strict=True):

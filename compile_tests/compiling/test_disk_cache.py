@@ -19,10 +19,9 @@ import inertiakv.attention.dense
 import inertiakv.decoding.forward
 import inertiakv.models.layers
 import inertiakv.scoring.scorers
-from compile_tests.tiny import random_prompts, tiny_model
+from compile_tests.tiny import compiled_steps, random_prompts, step_fingerprint, tiny_model
 from inertiakv import Decoder, EvictionConfig
-from inertiakv.compiling.fingerprint import UnknownError, fingerprint
-from inertiakv.decoding.steps import decode_step
+from inertiakv.compiling.fingerprint import UnknownError
 from inertiakv.models import Transformer
 
 LAZY = EvictionConfig(compression=0.7, refresh=2)
@@ -37,8 +36,7 @@ def seen(model: nn.Module | None = None, rule: EvictionConfig | None = LAZY, slo
     """The fingerprint of a decode step."""
     decoder = Decoder(small_model() if model is None else model, rule, compile=False)
     decoder.prefill(random_prompts((slots,)))
-    state = (decoder.model, decoder.cache, decoder.batch, decoder.rule)
-    return fingerprint(decode_step, state)
+    return step_fingerprint(decoder)
 
 
 def answer(decoder: Decoder) -> list[int]:
@@ -199,7 +197,7 @@ def test_another_decoder_takes_the_passes_over(files: list[Path]) -> None:
     assert answer(decoder) == eager()
     stats = decoder.graphs.stats
     assert (stats.compiled, stats.stored, stats.recompiles) == (1, 1, 0)
-    assert all(compiled.replays for compiled in decoder.graphs._passes.values())
+    assert all(compiled.replays for compiled in compiled_steps(decoder).values())
 
 
 _OTHER_PROCESS = """
@@ -215,7 +213,7 @@ print(json.dumps([tokens, decoder.graphs.stats.stored, sum(counters["stats"].val
 
 
 def test_another_process_traces_nothing(files: list[Path]) -> None:
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     run = subprocess.run(
         [sys.executable, "-c", _OTHER_PROCESS], cwd=root, capture_output=True, text=True, check=False
     )

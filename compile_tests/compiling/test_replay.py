@@ -7,15 +7,11 @@ import weakref
 import pytest
 import torch
 
-from compile_tests.tiny import random_prompts, tiny_model
+from compile_tests.tiny import compiled_steps, random_prompts, replayed_calls, tiny_model
 from inertiakv import Decoder, EvictionConfig, Sampling
-from inertiakv.compiling.replay import Replayed
 
 CONFIG = EvictionConfig(budget=40, refresh=2, scorer="value_norm")
-
-
-def passes(decoder: Decoder) -> dict[str, Replayed]:
-    return {key[0]: replayed for key, replayed in decoder.graphs._passes.items()}
+PROMPTS = random_prompts((90, 61))
 
 
 @pytest.fixture(scope="module")
@@ -29,27 +25,24 @@ def decoder(model: torch.nn.Module) -> Decoder:
 
 
 def eager(model: torch.nn.Module, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    return Decoder(model, CONFIG, compile=False).generate(prompts, tokens, eos_token_ids=[]).tokens
+    return Decoder(model, CONFIG, compile=False).generate(PROMPTS, tokens, eos_token_ids=[]).tokens
 
 
 def test_steps_are_replayed_from_their_third_run_on(model: torch.nn.Module, decoder: Decoder) -> None:
-    prompts = random_prompts((90, 61))
-    assert decoder.generate(prompts, 24, eos_token_ids=[]).tokens == eager(model, prompts, 24)
-    assert {name: replayed.replays for name, replayed in passes(decoder).items()} == {
+    assert decoder.generate(PROMPTS, 24, eos_token_ids=[]).tokens == eager(model, PROMPTS, 24)
+    assert {name: replayed.replays for name, replayed in compiled_steps(decoder).items()} == {
         "refresh step": True,
         "decode step": True,
     }
     # As many loops for every layer, and some before and after.
-    calls = passes(decoder)["decode step"]._calls
-    assert calls is not None
+    calls = replayed_calls(decoder, "decode step")
     loops = [loop for loop, _ in calls]
     assert any(loops.count(loop) == model.config.num_layers for loop in loops)
 
 
 def test_intermediate_buffers_are_shared_by_layers(decoder: Decoder) -> None:
-    decoder.generate(random_prompts((90, 61)), 12, eos_token_ids=[])
-    calls = passes(decoder)["decode step"]._calls
-    assert calls is not None
+    decoder.generate(PROMPTS, 12, eos_token_ids=[])
+    calls = replayed_calls(decoder, "decode step")
     mine = {t.data_ptr() for m in (decoder.model, decoder.cache, decoder.batch) for t in tensors_of(m)}
     most = max((loop for loop, _ in calls), key=lambda wanted: sum(loop is wanted for loop, _ in calls))
     own = [{t.data_ptr() for t in args} - mine for loop, args in calls if loop is most]
@@ -64,18 +57,17 @@ def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
 def test_other_buffers_of_the_same_shape_are_noticed(model: torch.nn.Module, decoder: Decoder) -> None:
     """A request of another shape replaces the decode cache, and the one after it makes a third one, of the
     first one's shape, at another address."""
-    prompts = random_prompts((90, 61))
-    first = decoder.generate(prompts, 16, eos_token_ids=[]).tokens
+    first = decoder.generate(PROMPTS, 16, eos_token_ids=[]).tokens
     wide = random_prompts((90, 61, 30))
     assert decoder.generate(wide, 6, eos_token_ids=[]).tokens == eager(model, wide, 6)
     kept = copy.deepcopy(decoder.cache)  # takes the freed memory, so that the next cache lies elsewhere
-    assert decoder.generate(prompts, 16, eos_token_ids=[]).tokens == first
+    assert decoder.generate(PROMPTS, 16, eos_token_ids=[]).tokens == first
     assert kept is not None
 
 
 def test_a_replaced_cache_gives_its_memory_back(decoder: Decoder) -> None:
-    decoder.generate(random_prompts((90, 61)), 12, eos_token_ids=[])
-    assert any(replayed.replays for replayed in decoder.graphs._passes.values())
+    decoder.generate(PROMPTS, 12, eos_token_ids=[])
+    assert any(replayed.replays for replayed in compiled_steps(decoder).values())
     assert decoder.cache is not None
     old = weakref.ref(decoder.cache.layers[0].k_BGND)
     decoder.generate(random_prompts((90, 61, 30)), 2, eos_token_ids=[])
@@ -86,46 +78,46 @@ def test_a_replaced_cache_gives_its_memory_back(decoder: Decoder) -> None:
 def test_a_changed_weight_is_seen(decoder: Decoder) -> None:
     model = copy.deepcopy(decoder.model)
     other = Decoder(model, CONFIG, compile=True)
-    prompts = random_prompts((50,))
-    before = other.generate(prompts, 12, eos_token_ids=[]).tokens
+    before = other.generate(PROMPTS, 12, eos_token_ids=[]).tokens
     with torch.no_grad():
         for layer in model.layers:
             # New memory, as loading other weights may take, and in place.
             layer.mlp.up_proj.weight = torch.nn.Parameter(-layer.mlp.up_proj.weight, requires_grad=False)
             layer.self_attn.o_proj.weight.mul_(-1)
-    after = other.generate(prompts, 12, eos_token_ids=[]).tokens
-    assert after == eager(model, prompts, 12)
+    after = other.generate(PROMPTS, 12, eos_token_ids=[]).tokens
+    assert after == eager(model, PROMPTS, 12)
     assert after != before
 
 
 def test_a_changed_submodule_is_seen(decoder: Decoder) -> None:
     model, other = copy.deepcopy(decoder.model), tiny_model(seed=5, layers=4, dtype=torch.float32)
     own = Decoder(model, CONFIG, compile=True)
-    prompts = random_prompts((50,))
-    before = own.generate(prompts, 12, eos_token_ids=[]).tokens
+    before = own.generate(PROMPTS, 12, eos_token_ids=[]).tokens
     model.lm_head, model.layers[1].mlp = other.lm_head, other.layers[1].mlp
-    after = own.generate(prompts, 12, eos_token_ids=[]).tokens
-    assert after == eager(model, prompts, 12)
+    after = own.generate(PROMPTS, 12, eos_token_ids=[]).tokens
+    assert after == eager(model, PROMPTS, 12)
     assert after != before
     with torch.no_grad():
         weight = model.layers[2].mlp.up_proj.weight
         turned = torch.nn.Parameter((-weight).t().contiguous().t(), requires_grad=False)
         model.layers[2].mlp.up_proj.weight = turned
     with pytest.raises(ValueError, match="another shape, layout or dtype"):
-        own.generate(prompts, 12, eos_token_ids=[])
+        own.generate(PROMPTS, 12, eos_token_ids=[])
 
 
 def test_a_reset_compiler_is_noticed(model: torch.nn.Module) -> None:
-    decoder, prompts = Decoder(model, CONFIG, compile=True), random_prompts((50,))
-    expected = eager(model, prompts, 14)
+    decoder = Decoder(model, CONFIG, compile=True)
+    expected = eager(model, PROMPTS, 14)
     for tokens in (3, 14):
         torch._dynamo.reset()
-        assert decoder.generate(prompts, tokens, eos_token_ids=[]).tokens[0] == expected[0][:tokens]
-    assert all(replayed.replays for replayed in passes(decoder).values())
+        assert decoder.generate(PROMPTS, tokens, eos_token_ids=[]).tokens == [
+            row[:tokens] for row in expected
+        ]
+    assert all(replayed.replays for replayed in compiled_steps(decoder).values())
 
 
-def test_caches_of_former_turns_are_let_go(model: torch.nn.Module) -> None:
-    decoder = Decoder(model, None, compile=True)
+def test_caches_of_former_turns_are_let_go() -> None:
+    decoder = Decoder(tiny_model(layers=1, dtype=torch.float32), None, compile=True)
     decoder.generate(random_prompts((100,)), 6, eos_token_ids=[])
     decoder.extend(random_prompts((300,)), max_new_tokens=6)
     decoder.decode(6, eos_token_ids=[])
@@ -138,10 +130,10 @@ def test_caches_of_former_turns_are_let_go(model: torch.nn.Module) -> None:
 
 def test_what_calls_the_library_is_not_replayed(model: torch.nn.Module) -> None:
     """Sampling sorts, which the compiler leaves to the library: replaying its own loops would not be all."""
-    decoder = Decoder(model, CONFIG, compile=True)
+    rule = EvictionConfig(budget=40, refresh=2)
+    decoder = Decoder(model, rule, compile=True)
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=3)
-    prompts = random_prompts((50, 40))
-    compiled = decoder.generate(prompts, 12, sampling=sampling, eos_token_ids=[]).tokens
-    assert not any(replayed.replays for replayed in passes(decoder).values())
-    plain = Decoder(model, CONFIG, compile=False)
-    assert compiled == plain.generate(prompts, 12, sampling=sampling, eos_token_ids=[]).tokens
+    compiled = decoder.generate(PROMPTS, 12, sampling=sampling, eos_token_ids=[]).tokens
+    assert not any(replayed.replays for replayed in compiled_steps(decoder).values())
+    plain = Decoder(model, rule, compile=False)
+    assert compiled == plain.generate(PROMPTS, 12, sampling=sampling, eos_token_ids=[]).tokens

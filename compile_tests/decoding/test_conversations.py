@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from compile_tests.tiny import (
@@ -36,9 +38,10 @@ def turn(length: int, seed: int) -> list[int]:
 # ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", [1, 40, 127])
-@pytest.mark.parametrize("answer", [0, 1, 9])
-@pytest.mark.parametrize("further", [1, 2, 30, 130])
+@pytest.mark.parametrize(
+    "prompt, answer, further",
+    [(1, 0, 1), (1, 9, 130), (40, 0, 2), (40, 1, 30), (40, 9, 1), (127, 0, 130), (127, 1, 1), (127, 9, 30)],
+)
 def test_turns_over_the_full_cache_are_one_long_prompt(prompt: int, answer: int, further: int) -> None:
     decoder, whole = decoder_for(MODEL, None, prefill_chunk=50), decoder_for(MODEL, None)
     history = random_prompt(prompt)
@@ -54,14 +57,19 @@ def test_turns_over_the_full_cache_are_one_long_prompt(prompt: int, answer: int,
 
 
 @pytest.mark.parametrize(
-    "prompts,turns",
-    [([5, 50, 20], [40, 3, 1]), ([100, 3], [280, 290]), ([300, 2], [1, 600]), ([2, 300], [300, 2])],
+    "prompts, turns, answer",
+    [
+        ([5, 50, 20], [40, 3, 1], 4),
+        ([5, 50, 20], [40, 3, 1], 0),
+        ([100, 3], [280, 290], 1),
+        ([300, 2], [1, 600], 0),
+        ([2, 300], [300, 2], 1),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("eviction", RULES)
-@pytest.mark.parametrize("answer", [0, 1, 4])
 def test_a_rows_turn_is_what_it_would_be_alone(
-    prompts: list[int], turns: list[int], eviction: EvictionConfig | None, answer: int
+    prompts: list[int], turns: list[int], answer: int, eviction: EvictionConfig | None
 ) -> None:
     def converse(rows: list[int]) -> tuple[Decoder, list[list[int]]]:
         decoder = decoder_for(MODEL, eviction)
@@ -117,23 +125,6 @@ def test_the_schedule_begins_anew_with_every_turn() -> None:
     assert once.decode(9).stats.refreshes == 2
 
 
-def test_rows_that_had_ended_answer_the_next_turn() -> None:
-    decoder = decoder_for(MODEL, EvictionConfig(budget=15))
-    prompts, turns = [random_prompt(40), random_prompt(9, 1)], [turn(5, 1), turn(8, 2)]
-    tokens = decoder.generate(prompts, 5).tokens
-    ended = decoder.generate(prompts, 5, eos_token_ids=[tokens[0][2]])
-    assert "eos" in ended.finish_reasons
-    decoder.extend(turns)
-    out = decoder.decode(6)
-    assert [len(row) for row in out.tokens] == [6, 6]
-    assert out.finish_reasons == ["length", "length"]
-    for row in range(2):
-        single = decoder_for(MODEL, decoder.eviction)
-        single.generate(prompts[row], 5, eos_token_ids=[tokens[0][2]])
-        single.extend(turns[row])
-        assert out.tokens[row] == single.decode(6).tokens[0]
-
-
 @pytest.mark.parametrize("eviction", RULES)
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_the_end_of_an_answer_enters_the_next_turn_once(eviction: EvictionConfig | None, after: int) -> None:
@@ -141,10 +132,12 @@ def test_the_end_of_an_answer_enters_the_next_turn_once(eviction: EvictionConfig
     decoder = decoder_for(MODEL, eviction)
     whole = decoder.generate(prompts, 12).tokens
     eos = next(token for i, token in enumerate(whole[0]) if i >= after and token not in whole[0][:i])
-    ended = decoder.generate(prompts, 12, eos_token_ids=[eos]).tokens
+    ended = decoder.generate(prompts, 12, eos_token_ids=[eos])
+    assert ended.finish_reasons[0] == "eos"
     decoder.extend([turn(9, 1), turn(4, 2)])
-    sequence = [len(p) + len(t) + n for p, t, n in zip(prompts, ended, (9, 4), strict=True)]
+    sequence = [len(p) + len(t) + n for p, t, n in zip(prompts, ended.tokens, (9, 4), strict=True)]
     out = decoder.decode(5)
+    assert out.finish_reasons == ["length", "length"]
     assert out.stats.sequence_tokens == [n + 4 for n in sequence]
     for row in range(2):
         single = decoder_for(MODEL, eviction)
@@ -210,7 +203,7 @@ def test_a_stop_sees_the_answer_as_it_grows() -> None:
     assert seen == [out.tokens[0][: i + 1] for i in range(5)]
 
 
-@pytest.mark.parametrize("move_on", ["generate", "extend"])
+@pytest.mark.parametrize("move_on", ["generate", "extend", "decode"])
 def test_a_stream_ends_where_its_conversation_goes_on_without_it(move_on: str) -> None:
     decoder, fresh = decoder_for(MODEL, LAZY), decoder_for(MODEL, LAZY)
     left, closed = decoder.stream(random_prompt(40), 20), decoder.stream(random_prompt(40), 20)
@@ -222,8 +215,10 @@ def test_a_stream_ends_where_its_conversation_goes_on_without_it(move_on: str) -
     for one in (decoder, fresh):
         if move_on == "generate":
             one.prefill(random_prompt(60, 1))
-        else:
+        elif move_on == "extend":
             one.extend(turn(5, 1))
+        else:
+            one.decode(24)
     with pytest.raises(ValueError, match="gone on without it"):
         next(left)
     closed.close()
@@ -248,6 +243,7 @@ def test_stop_strings_end_a_row_at_their_last_token() -> None:
     assert Letters().decode(out.tokens[0]) == text[: text.index(wanted) + 3]
     assert out.finish_reasons == ["stop"]
     assert stop.cut(text) == text[: text.index(wanted)]
+    assert StopStrings(None, "abc").strings == ["abc"]
     with pytest.raises(ValueError, match="non-empty"):
         StopStrings(Letters(), [""])
 
@@ -256,36 +252,30 @@ def test_stop_strings_end_a_row_at_their_last_token() -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def at_prompt(decoder: Decoder) -> None:
-    decoder.prefill([random_prompt(60), random_prompt(20, 1)])
-
-
-def at_answer(decoder: Decoder) -> None:
-    decoder.generate([random_prompt(60), random_prompt(20, 1)], 10)
-
-
-def at_first_token(decoder: Decoder) -> None:
-    decoder.generate([random_prompt(60), random_prompt(20, 1)], 1)
-
-
-def at_ended_row(decoder: Decoder) -> None:
-    decoder.generate(
-        [random_prompt(60), random_prompt(20, 1)], 10, stop=lambda row, tokens: row == 0 and len(tokens) > 3
-    )
+TWO = [random_prompt(60), random_prompt(20, 1)]
 
 
 def at_turn(decoder: Decoder) -> None:
-    at_answer(decoder)
+    decoder.generate(TWO, 10)
     decoder.extend([turn(30, 1), turn(4, 2)])
 
 
-@pytest.mark.parametrize("point", [at_prompt, at_first_token, at_answer, at_ended_row, at_turn])
-@pytest.mark.parametrize("eviction", RULES)
+POINTS: dict[str, Callable[[Decoder], object]] = {
+    "prompt": lambda d: d.prefill(TWO),
+    "first token": lambda d: d.generate(TWO, 1),
+    "answer": lambda d: d.generate(TWO, 10),
+    "ended row": lambda d: d.generate(TWO, 10, stop=lambda row, tokens: row == 0 and len(tokens) > 3),
+    "turn": at_turn,
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("eviction", [None, LAZY, DRAFT])
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(temperature=0.9, seed=[4, 5])], ids=["greedy", "drawn"]
 )
 def test_going_on_from_a_file_is_going_on(
-    point: object, eviction: EvictionConfig | None, sampling: Sampling, tmp_path: Path
+    point: str, eviction: EvictionConfig | None, sampling: Sampling, tmp_path: Path
 ) -> None:
     def go_on(decoder: Decoder) -> tuple[object, ...]:
         first = decoder.decode(12, sampling=sampling)
@@ -296,7 +286,7 @@ def test_going_on_from_a_file_is_going_on(
         return first.tokens, first.finish_reasons, second.tokens, counts
 
     decoder = decoder_for(MODEL, eviction)
-    point(decoder)
+    POINTS[point](decoder)
     decoder.save(tmp_path / "conversation")
     states = [conversation_state(decoder, row) for row in range(2)]
     expected = go_on(decoder)
@@ -326,7 +316,7 @@ def test_going_on_from_a_file_is_going_on(
 )
 def test_a_file_of_another_model_or_rule_is_refused(other: object, tmp_path: Path) -> None:
     decoder = decoder_for(MODEL, LAZY)
-    at_answer(decoder)
+    decoder.generate(TWO, 10)
     decoder.save(tmp_path / "conversation")
     stranger = other()
     expected = stranger.generate(random_prompt(30), 12).tokens[0]
@@ -345,13 +335,33 @@ def test_files_that_are_no_conversation(tmp_path: Path) -> None:
     save_file({"k": torch.zeros(3)}, tmp_path / "weights")
     with pytest.raises(ValueError, match="no saved conversation"):
         decoder.load(tmp_path / "weights")
-    at_answer(decoder)
+    decoder.generate(TWO, 10)
     decoder.save(tmp_path / "whole")
     data = (tmp_path / "whole").read_bytes()
     (tmp_path / "truncated").write_bytes(data[: len(data) // 2])
     with pytest.raises(ValueError, match="no readable"):
         decoder.load(tmp_path / "truncated")
     assert decoder.decode(2).tokens
+
+
+@pytest.mark.parametrize("name", ["cache.layers.0.k_BGND", "rows.token_B"])
+@pytest.mark.parametrize("damage", ["missing", "shape", "dtype"])
+def test_a_damaged_file_is_refused_and_the_conversation_stays(tmp_path: Path, name: str, damage: str) -> None:
+    decoder, path = decoder_for(MODEL, LAZY), tmp_path / "saved.safetensors"
+    expected = decoder.generate(TWO, 15).tokens
+    start = decoder.generate(TWO, 10).tokens
+    decoder.save(path)
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    if damage == "missing":
+        del tensors[name]
+    else:
+        tensors[name] = tensors[name][:0] if damage == "shape" else tensors[name].to(torch.float16)
+    save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        decoder.load(path)
+    rest = decoder.decode(5).tokens
+    assert [a + b for a, b in zip(start, rest, strict=True)] == expected
 
 
 @pytest.mark.parametrize("name", ["full", "inertiakv", "tova", "h2o", "snapkv", "adakv"])

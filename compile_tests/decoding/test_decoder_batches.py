@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -33,7 +34,7 @@ def alone(
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0), (3, 3, 1)])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 3, 1)])
 def test_a_row_is_what_it_would_be_alone(rule: str, order: Sequence[int]) -> None:
     prompts = [PROMPTS[index] for index in order]
     decoder = decoder_for(MODEL, RULES[rule])
@@ -44,18 +45,6 @@ def test_a_row_is_what_it_would_be_alone(rule: str, order: Sequence[int]) -> Non
         assert_same_state(conversation_state(decoder, row), conversation_state(single), TOLERANCE)
         for name in ("prompt_tokens", "budgets", "sequence_tokens", "kept_tokens", "evictions"):
             assert getattr(out.stats, name)[row] == getattr(expected.stats, name)[0]
-
-
-@pytest.mark.parametrize("pad", [0, 7, 130])
-@pytest.mark.parametrize("rule", ["ratio", "budget"])
-def test_padding_is_never_kept_and_never_counts(rule: str, pad: int) -> None:
-    short, long = random_prompt(20, 1), random_prompt(20 + pad, 2)
-    decoder = decoder_for(MODEL, RULES[rule])
-    out = decoder.generate([short, long], 10)
-    single, expected = alone(RULES[rule], short, 10)
-    assert out.tokens[0] == expected.tokens[0]
-    assert_same_state(conversation_state(decoder, 0), conversation_state(single), TOLERANCE)
-    assert max(conversation_state(decoder, 0).kept) < 20 + 9
 
 
 def test_a_prompt_of_padding_alone_leaves_no_nan_anywhere() -> None:
@@ -73,10 +62,9 @@ def first_chosen_after(tokens: list[int], steps: int) -> int:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("steps", [1, 3, 8])
-@pytest.mark.parametrize("ends_early", range(4))
+@pytest.mark.parametrize("ends_early, steps", [(0, 1), (1, 8), (2, 0), (3, 3)])
 def test_a_row_that_ends_early_changes_no_neighbour_and_nothing_of_itself(
-    rule: str, steps: int, ends_early: int
+    rule: str, ends_early: int, steps: int
 ) -> None:
     whole = decoder_for(MODEL, RULES[rule]).generate(PROMPTS, 30).tokens
     eos = first_chosen_after(whole[ends_early], steps)
@@ -94,20 +82,6 @@ def test_a_row_that_ends_early_changes_no_neighbour_and_nothing_of_itself(
     again = decoder.decode(5, eos_token_ids=[eos]).tokens
     for row, tokens in enumerate(again):
         assert bool(tokens) == (out.finish_reasons[row] == "length")
-
-
-@pytest.mark.parametrize("rule", ["ratio", "budget", "large budget", "full"])
-def test_an_answer_of_an_end_alone_changes_no_neighbour(rule: str) -> None:
-    whole = decoder_for(MODEL, RULES[rule]).generate(PROMPTS, 20).tokens
-    for row, tokens in enumerate(whole):
-        decoder = decoder_for(MODEL, RULES[rule])
-        out = decoder.generate(PROMPTS, 20, eos_token_ids=[tokens[0]])
-        assert out.tokens[row] == [tokens[0]]
-        for other, expected in enumerate(whole):
-            assert out.tokens[other] == expected[: len(out.tokens[other])]
-            assert (
-                out.stats.budgets[other] is None or out.stats.kept_tokens[other] <= out.stats.budgets[other]
-            )
 
 
 @pytest.mark.parametrize("budget", [20, 50])
@@ -151,31 +125,17 @@ def test_several_ends_are_known() -> None:
 def test_the_models_own_end_is_used_unless_another_is_given() -> None:
     whole = alone(None, PROMPTS[1], 30)[1].tokens[0]
     eos = first_chosen_after(whole, 4)
-    decoder = decoder_for(MODEL, None)
-    decoder.model = WithEnd(MODEL, (eos,))
+    model = tiny_model(7)
+    model.config = dataclasses.replace(model.config, eos_token_ids=(eos,))
+    decoder = decoder_for(model, None)
     assert decoder.generate(PROMPTS[1], 30).tokens[0] == whole[: whole.index(eos) + 1]
     assert decoder.generate(PROMPTS[1], 30, eos_token_ids=[]).tokens[0] == whole
 
 
-class WithEnd:
-    """A model with end-of-sequence ids."""
-
-    def __init__(self, model: torch.nn.Module, eos_token_ids: tuple[int, ...]) -> None:
-        import dataclasses
-
-        self.model = model
-        self.config = dataclasses.replace(model.config, eos_token_ids=eos_token_ids)
-
-    def __call__(self, *args: object) -> object:
-        return self.model(*args)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.model, name)
-
-
-def test_more_rows_than_before_and_fewer_again() -> None:
-    decoder = decoder_for(MODEL, EvictionConfig(compression=0.7))
-    expected = [alone(decoder.eviction, prompt, 12)[1].tokens[0] for prompt in PROMPTS]
-    for order in ((1,), (0, 1, 2, 3), (2,), (3, 1), (0, 1, 2, 3)):
-        out = decoder.generate([PROMPTS[row] for row in order], 12)
-        assert out.tokens == [expected[row] for row in order]
+@pytest.mark.parametrize("rows", [2, 17])
+def test_tokens_that_take_the_mean_in_turn_tie_exactly(rows: int) -> None:
+    model, once = tiny_model(dtype=torch.float32), EvictionConfig(budget=20, refresh="once")
+    prompt = random_prompt(7, seed=5)
+    alone = decoder_for(model, once).generate(prompt, 60)
+    batch = decoder_for(model, once).generate([prompt] * rows, 60)
+    assert batch.tokens == alone.tokens * rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,15 +12,20 @@ from hypothesis import strategies as st
 
 from compile_tests.oracle import Arbiter, Oracle
 from compile_tests.oracle_rules import Draw, Key, Rule
-from compile_tests.tiny import conversation_state, decoder_for, random_prompt, set_states, tiny_model
+from compile_tests.tiny import (
+    conversation_state,
+    decoder_for,
+    random_prompt,
+    random_prompts,
+    random_scores,
+    set_states,
+    tiny_model,
+)
 from inertiakv import Decoder, EvictionConfig
-from inertiakv.attention.forward_state import ForwardState
 from inertiakv.config import OF_ATTENTION
-from inertiakv.decoding.rule import DecodingRule
 from inertiakv.models import Transformer
-from inertiakv.scoring.scorers import Evidence, random
 
-STEPS = 40
+STEPS = 25
 TOLERANCE = 1e-9
 GROUPINGS = [(1, 1), (2, 1), (3, 3), (4, 2), (6, 2), (7, 1)]
 SCORERS = ["value_norm", "entropy", "above_mean", "keydiff", "key_norm", "recency", "random", "none"]
@@ -119,21 +123,7 @@ def oracle_for(model: Transformer, rule: Rule | None) -> Oracle:
 
 def draws(rule: Rule, model: Transformer) -> Draw:
     """The implementation's own random numbers."""
-    config = EvictionConfig(**rule.options())
-    layers = DecodingRule(
-        config, model.config.num_layers, (None,), "dense", torch.float64, torch.device("cpu")
-    ).coefficients()
-
-    def draw(layer: int, head: int, query: int, positions: list[int]) -> list[float]:
-        if layer not in layers:
-            return [0.0] * len(positions)
-        position_BXN = torch.tensor(positions)[None, None].expand(1, head + 1, -1)
-        kv = torch.zeros(1, dtype=torch.float64)
-        state = ForwardState(torch.tensor([[query]]), None, "dense", (None,), position_BXN=position_BXN)
-        evidence = Evidence(state, kv, kv, kv, 1.0, salt=layers[layer].salt)
-        return random(evidence)[0, head].tolist()
-
-    return draw
+    return functools.partial(random_scores, EvictionConfig(**rule.options()), model.config.num_layers)
 
 
 def arbiter_of(decoder: Decoder, oracle: Oracle, row: int = 0) -> Arbiter:
@@ -182,7 +172,7 @@ def follow(decoder: Decoder, oracles: list[Oracle], answers: list[list[int]], st
             answer[:] = of_row
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(case=cases(), length=st.integers(8, 70), seed=st.integers(0, 1000))
 def test_every_rule_follows_the_method_step_by_step(
     case: tuple[Transformer, Rule], length: int, seed: int
@@ -207,19 +197,20 @@ def test_every_rule_follows_the_method_step_by_step(
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(
     case=cases(),
-    lengths=st.lists(st.integers(8, 60), min_size=2, max_size=3),
+    lengths=st.lists(st.integers(8, 60), min_size=1, max_size=3),
     chunk=st.sampled_from([1, 7, 16, 2048]),
+    turns=st.lists(st.integers(1, 40), max_size=2),
 )
-def test_every_row_of_a_ragged_batch_follows_the_method(
-    case: tuple[Transformer, Rule], lengths: list[int], chunk: int
+def test_every_row_and_further_turn_of_a_ragged_batch_follows_the_method(
+    case: tuple[Transformer, Rule], lengths: list[int], chunk: int, turns: list[int]
 ) -> None:
     model, rule = case
     if not all(map(rule.fits, lengths)):
         return
-    prompts = [random_prompt(length, seed) for seed, length in enumerate(lengths)]
+    prompts = random_prompts(lengths)
     decoder = decoder_for(model, EvictionConfig(**rule.options()), prefill_chunk=chunk)
     decoder.prefill(prompts)
     oracles = [oracle_for(model, rule) for _ in prompts]
@@ -227,30 +218,16 @@ def test_every_row_of_a_ragged_batch_follows_the_method(
         [oracle.prefill(prompt, arbiter_of(decoder, oracle, row))]
         for row, (oracle, prompt) in enumerate(zip(oracles, prompts, strict=True))
     ]
-    follow(decoder, oracles, answers, 12)
-
-
-@settings(max_examples=60)
-@given(case=cases(), turns=st.lists(st.integers(1, 40), min_size=1, max_size=3), seed=st.integers(0, 1000))
-def test_further_turns_follow_the_method(
-    case: tuple[Transformer, Rule], turns: Sequence[int], seed: int
-) -> None:
-    model, rule = case
-    prompt = random_prompt(40, seed)
-    if not rule.fits(40):
-        return
-    oracle, decoder = oracle_for(model, rule), decoder_for(model, EvictionConfig(**rule.options()))
-    decoder.prefill(prompt)
-    answers = [[oracle.prefill(prompt, arbiter_of(decoder, oracle))]]
-    follow(decoder, [oracle], answers, 4)
+    follow(decoder, oracles, answers, 8)
     for number, length in enumerate(turns):
-        turn = random_prompt(length, seed + number + 1)
-        decoder.extend(turn)
-        step = oracle.extend([*answers[0], *turn], arbiter_of(decoder, oracle))
-        assume(not step.unclear)
-        assert_agrees(decoder, oracle)
-        answers = [[step.token]]
-        follow(decoder, [oracle], answers, 4)
+        rows = [random_prompt(max(1, length - 9 * row), 50 + number + row) for row in range(len(prompts))]
+        decoder.extend(rows)
+        for row, (oracle, answer, turn) in enumerate(zip(oracles, answers, rows, strict=True)):
+            step = oracle.extend([*answer, *turn], arbiter_of(decoder, oracle, row))
+            assume(not step.unclear)
+            assert_agrees(decoder, oracle, row)
+            answer[:] = [step.token]
+        follow(decoder, oracles, answers, 4)
 
 
 def test_the_full_cache_follows_the_method() -> None:
@@ -266,7 +243,7 @@ def test_the_full_cache_follows_the_method() -> None:
     assert decoder.decode(1).tokens == [[oracle.extend([answer[-1], *turn]).token]]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("refresh", [1, 4])
 def test_float32_chooses_the_tokens_of_the_method(seed: int, refresh: int) -> None:
     prompt, rule = random_prompt(64, seed), Rule(compression=0.75, refresh=refresh)
@@ -319,7 +296,7 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(
     case=cases(),
     full=st.sampled_from([False] * 7 + [True]),
@@ -340,7 +317,7 @@ def test_conversations_follow_the_method(
     if rule is not None and not all(map(rule.fits, lengths)):
         return
     config = None if rule is None else EvictionConfig(**rule.options())
-    prompts = [random_prompt(length, seed) for seed, length in enumerate(lengths)]
+    prompts = random_prompts(lengths)
     talks = [Talk(model, rule, prompt) for prompt in prompts]
     decoder = decoder_for(model, config)
     decoder.prefill(prompts)
@@ -364,28 +341,3 @@ def test_conversations_follow_the_method(
             assert tokens == expected
         for row, talk in enumerate(talks):
             assert_agrees(decoder, talk.oracle, row)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "eviction",
-    [
-        EvictionConfig(compression=0.6, refresh=4, sinks=1, recent=2),
-        EvictionConfig(budget=20, aggregation="cumulative"),
-    ],
-    ids=["lazy ema", "cumulative"],
-)
-def test_a_compiled_decoder_chooses_the_tokens_of_an_eager_one(eviction: EvictionConfig) -> None:
-    model = tiny_model(1, dtype=torch.float32)
-    prompts = [random_prompt(length, length) for length in (50, 9, 131)]
-    eager = decoder_for(model, eviction)
-    compiled = decoder_for(model, eviction, compile=True)
-    expected = eager.generate(prompts, 40)
-    for _ in range(2):
-        out = compiled.generate(prompts, 40)
-        assert out.tokens == expected.tokens
-        assert out.stats.kept_tokens == expected.stats.kept_tokens
-        assert out.stats.refreshes == expected.stats.refreshes
-        for row in range(3):
-            assert conversation_state(compiled, row).kept == conversation_state(eager, row).kept
-    assert out.stats.graphs.breaks == out.stats.graphs.recompiles == 0

@@ -16,7 +16,9 @@ from compile_tests.oracle import Oracle, Rule
 from compile_tests.tiny import (
     assert_same_state,
     conversation_state,
+    fill_with_nan,
     random_prompt,
+    run_steps,
     spoil_unused_slots,
     tiny_model,
 )
@@ -95,10 +97,7 @@ def test_compiled_gives_the_tokens_of_eager(case: str, seed: int) -> None:
         for row in range(len(LENGTHS)):
             assert_same_state(conversation_state(compiled, row), conversation_state(eager, row), 1e-4)
         assert (found.stats.graphs.breaks, found.stats.graphs.recompiles) == (0, 0)
-        assert compiled.cache is not None
-        for layer in compiled.cache.layers:  # whatever a request leaves behind is not seen by the next
-            layer.k_BGND.fill_(torch.nan)
-            layer.v_BGND.fill_(torch.nan)
+        fill_with_nan(compiled)
 
 
 def test_flex_is_the_default_and_gives_the_tokens_of_dense(seed: int) -> None:
@@ -146,8 +145,7 @@ def test_two_cuda_graphs_are_replayed_and_no_step_waits(seed: int) -> None:
     with replays() as replayed:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            for _ in range(READ_EVERY):
-                decoder._current().decode_step(greedy=True)
+            run_steps(decoder, READ_EVERY)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert len(replayed) == READ_EVERY, "every step is the replay of one graph"

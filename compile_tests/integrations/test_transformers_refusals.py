@@ -135,9 +135,7 @@ CALLS: dict[str, tuple[Callable[[Any, InertiaCache], Any], str]] = {
     "4D mask": (
         torch.no_grad()(
             lambda m, c: m(
-                torch.ones(1, 5, dtype=torch.int64),
-                attention_mask=torch.ones(1, 1, 5, 5),
-                past_key_values=c,
+                torch.ones(1, 5, dtype=torch.int64), attention_mask=torch.ones(1, 1, 5, 5), past_key_values=c
             )
         ),
         "take a mask of its own: give a 2D one",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from compile_tests.models.reference import tiny_checkpoint
-from compile_tests.tiny import set_states
+from compile_tests.tiny import prompt_logits, set_states
 from inertiakv import Decoder, EvictionConfig, Sampling, policy
 from inertiakv.compiling.collectives import TensorParallel
 from inertiakv.models import load_checkpoint
@@ -92,9 +92,7 @@ def run(case: Case, root: Path, tp: TensorParallel) -> dict[str, Any]:
     together = tp.size > 1
     decoder = Decoder(model, case.rule, compile=case.compile, attention="dense", check_ranks=together)
     decoder.prefill(prompts(), max_new_tokens=NEW_TOKENS)
-    logits_BV = decoder._current().logits_BV
-    assert logits_BV is not None
-    logits_BV = logits_BV.clone()
+    logits_BV = prompt_logits(decoder).clone()
     out = decoder.decode(NEW_TOKENS, sampling=case.sampling, eos_token_ids=())
     assert decoder.cache is not None
     sets = [set_states(decoder.cache, row) for row in range(len(LENGTHS))]

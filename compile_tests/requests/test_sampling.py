@@ -87,28 +87,29 @@ def test_tokens_are_drawn_from_the_filtered_distribution(
     assert chi_square(observed, expected * 2000) < 6
 
 
-def test_filters_follow_one_another() -> None:
-    logits = np.log([0.4, 0.3, 0.2, 0.1])
-    for options, allowed in (
-        ((1000, 1.0, 0.0), {0, 1, 2, 3}),
-        ((3, 1.0, 0.0), {0, 1, 2}),
-        ((1000, 0.69, 0.0), {0, 1}),
-        ((1000, 0.71, 0.0), {0, 1, 2}),
-        ((2, 0.5, 0.0), {0}),  # of the two that top-k leaves, the first has 4 / 7
-        ((1000, 1.0, 0.6), {0, 1}),
-        ((1000, 1e-9, 0.0), {0}),
-    ):
-        assert set(draws(logits, 500, 1.0, *options, seed=0).tolist()) == allowed
+TENTHS = np.log([0.4, 0.3, 0.2, 0.1]).tolist()
 
 
-def test_top_p_stops_as_soon_as_the_share_is_reached() -> None:
-    for share, allowed in ((0.25, {0}), (0.5, {0, 1}), (0.75, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
-        assert set(draws([0.0] * 4, 300, 1.0, 1000, share, 0.0, seed=1).tolist()) == allowed
-
-
-def test_ties_of_the_likeliest_are_all_drawn_and_impossible_tokens_never() -> None:
-    logits = [-math.inf, 2.0, 2.0, -math.inf]
-    assert set(draws(logits, 200, 1.0, 1000, 1.0, 0.0, 3).tolist()) == {1, 2}
+@pytest.mark.parametrize(
+    "logits, top_k, top_p, min_p, allowed",
+    [
+        (TENTHS, 1000, 1.0, 0.0, {0, 1, 2, 3}),
+        (TENTHS, 3, 1.0, 0.0, {0, 1, 2}),
+        (TENTHS, 1000, 0.69, 0.0, {0, 1}),
+        (TENTHS, 1000, 0.71, 0.0, {0, 1, 2}),
+        (TENTHS, 2, 0.5, 0.0, {0}),  # of the two that top-k leaves, the first has 4 / 7
+        (TENTHS, 1000, 1.0, 0.6, {0, 1}),
+        (TENTHS, 1000, 1e-9, 0.0, {0}),
+        ([0.0] * 4, 1000, 0.25, 0.0, {0}),  # top-p stops as soon as the share is reached
+        ([0.0] * 4, 1000, 0.5, 0.0, {0, 1}),
+        ([0.0] * 4, 1000, 1.0, 0.0, {0, 1, 2, 3}),
+        ([-math.inf, 2.0, 2.0, -math.inf], 1000, 1.0, 0.0, {1, 2}),
+    ],
+)
+def test_filters_follow_one_another(
+    logits: list[float], top_k: int, top_p: float, min_p: float, allowed: set[int]
+) -> None:
+    assert set(draws(logits, 500, 1.0, top_k, top_p, min_p, seed=0).tolist()) == allowed
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31 - 1, 2**31, 2**32, 2**40 + 7, 2**63 - 1])
