@@ -449,7 +449,7 @@ def test_predictions_beside_measurements(capsys: pytest.CaptureFixture[str]) -> 
         ("--model qwen2.5-7b --ranks 14", "14 ranks: a vocabulary of 152064 is no multiple of that"),
         ("--ranks 1,2 --policy adakv", "compares all heads: not with the model on 2 ranks"),
         ("--interconnect-gb-per-s 9", "--interconnect-gb-per-s has no effect with one rank"),
-        ("--model tiny-moe --quantize int8", "the experts of a mixture are not quantised"),
+        ("--model tiny-moe --quantize int8", "the experts of a mixture"),
         ("--policy full --plot p.png", "policy 'full' evicts nothing"),
         ("--out nowhere/plan.md", "--out nowhere/plan.md is no file in a folder that is there"),
         ("--check missing.json", "missing.json"),
