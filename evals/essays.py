@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from .hub import hub_rows
+from .data_files import hub_rows
 
 BUNDLED = Path(__file__).parent / "data" / "essays.txt"
 HUB = "alessiodevoto/paul_graham_essays"

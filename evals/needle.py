@@ -45,7 +45,14 @@ class NeedleGrid:
     name = "niah"
     lengths = True
 
-    def __init__(self, prompting: Prompting, essays: Essays, seed: int, depths: Sequence[float], rounds: int):
+    def __init__(
+        self,
+        prompting: Prompting,
+        essays: Essays,
+        seed: int = 42,
+        depths: Sequence[float] = DEPTHS,
+        rounds: int = 1,
+    ) -> None:
         if not depths or not all(0 <= depth <= 100 for depth in depths):
             raise ValueError(f"depths are percentages, from 0 to 100, got {list(depths)}")
         if NEEDLE in essays.text:
@@ -71,8 +78,8 @@ class NeedleGrid:
     def sample(self, length: int | None, index: int) -> Sample:
         assert length is not None
         turn, point = divmod(index, len(self.depths))
-        most = length - MAX_NEW_TOKENS
-        room = most - self._prompting.count(PROMPT.format(haystack=f"\n{NEEDLE}\n"))
+        limit = length - MAX_NEW_TOKENS
+        room = limit - self._prompting.count(PROMPT.format(haystack=f"\n{NEEDLE}\n"))
         while room > 0:
             ids = self._ids(length, turn)[:room]
             haystack = self._prompting.tokenizer.decode(ids).rstrip("\ufffd")
@@ -80,7 +87,7 @@ class NeedleGrid:
                 break
             at = needle_place(haystack, self.depths[point])
             prompt = PROMPT.format(haystack=f"{haystack[:at]}\n{NEEDLE}\n{haystack[at:]}")
-            excess = self._prompting.count(prompt) - most
+            excess = self._prompting.count(prompt) - limit
             if excess <= 0:
                 return Sample(
                     task=self.name,
@@ -145,18 +152,3 @@ def _starts(text: str) -> list[int]:
         if sentence := text[begin:end].lstrip():
             starts.setdefault(sentence, end - len(sentence) if begin else 0)
     return list(starts.values())
-
-
-def make(
-    name: str,
-    *,
-    prompting: Prompting,
-    essays: Essays,
-    seed: int = 42,
-    depths: Sequence[float] = DEPTHS,
-    rounds: int = 1,
-) -> NeedleGrid:
-    """The task `niah`. `rounds`: samples for each length and depth, each with another part of the essays."""
-    if name not in TASKS:
-        raise ValueError(f"no task {name!r} in the needle grid: it has one, {TASKS[0]}")
-    return NeedleGrid(prompting, essays, seed, depths, rounds)

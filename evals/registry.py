@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from . import chains, longbench, needle, ruler
 from .essays import Essays
 from .prompting import Prompting
 from .task import Task
@@ -19,7 +18,7 @@ class Setting:
 
     prompting: Prompting
     max_positions: int
-    """Of the model: what data-bound prompts are truncated to."""
+    """Of the model: prompts about documents are cut to it."""
     seed: int
     samples: int | None
     essays: Essays | None
@@ -30,57 +29,46 @@ class Setting:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A module with `TASKS`, the names of its tasks as a command line has them, `ruler:vt`, and `make`, which
-    takes such a name."""
-
-    module: str
-    needs: tuple[str, ...]
+    tasks: Sequence[str]
+    """Names as a command line has them: `ruler:vt`."""
+    needs: Sequence[str]
     """What it can be told: `lengths`, where its tasks make prompts of any length, `essays`, `data`."""
-    options: Callable[[Setting], dict[str, Any]]
-    """What its `make` takes beside a name."""
-
-    def tasks(self, listed: str = "TASKS") -> Sequence[str]:
-        module = importlib.import_module(self.module)
-        names: Sequence[str] = getattr(module, listed, module.TASKS)
-        return names
-
-    def make(self, name: str, setting: Setting) -> Task:
-        task: Task = importlib.import_module(self.module).make(name, **self.options(setting))
-        return task
+    make: Callable[[str, Setting], Task]
+    """The task of such a name. Raises ValueError, or OSError, for data that are missing or wrong."""
+    paper_tasks: Sequence[str] | None = None
+    """Those of the method's paper, where these are not all: the benchmark's name stands for them."""
 
 
-def _of_data(setting: Setting) -> dict[str, Any]:
-    return {"prompting": setting.prompting, "max_positions": setting.max_positions, "data": setting.data}
-
-
-def _of_seed(setting: Setting) -> dict[str, Any]:
-    return {"prompting": setting.prompting, "seed": setting.seed}
-
-
-def _niah(setting: Setting) -> dict[str, Any]:
-    from .needle import DEPTHS
-
-    # Each round goes through all depths.
-    rounds = -(-(setting.samples or 1) // len(DEPTHS))
-    return {**_of_seed(setting), "essays": setting.essays, "rounds": rounds}
-
-
-def _ruler(setting: Setting) -> dict[str, Any]:
-    texts = {"essays": setting.essays, "data": setting.data}
-    return {"count_tokens": setting.prompting.count, "seed": setting.seed, **texts}
+def _needle_grid(name: str, s: Setting) -> Task:
+    assert s.essays is not None
+    rounds = -(-(s.samples or 1) // len(needle.DEPTHS))  # each goes through all depths
+    return needle.NeedleGrid(s.prompting, s.essays, s.seed, rounds=rounds)
 
 
 BENCHMARKS = {
-    "ruler": Benchmark("inertiakv.evals.ruler", ("lengths", "essays", "data"), _ruler),
-    "longbench": Benchmark("inertiakv.evals.longbench", ("data",), _of_data),
-    "longbench-v2": Benchmark("inertiakv.evals.longbench_v2", ("data",), _of_data),
-    "niah": Benchmark("inertiakv.evals.needle", ("lengths", "essays"), _niah),
-    "chains": Benchmark("inertiakv.evals.chains", ("lengths",), _of_seed),
+    "ruler": Benchmark(
+        ruler.TASKS,
+        ("lengths", "essays", "data"),
+        lambda name, s: ruler.make(name, s.prompting.count, s.seed, s.essays, s.data),
+    ),
+    "longbench": Benchmark(
+        longbench.TASKS,
+        ("data",),
+        lambda name, s: longbench.LongBench(name, s.prompting, s.max_positions, s.data),
+        longbench.PAPER_TASKS,
+    ),
+    "longbench-v2": Benchmark(
+        longbench.V2_TASKS,
+        ("data",),
+        lambda name, s: longbench.LongBenchV2(s.prompting, s.max_positions, s.data),
+    ),
+    "niah": Benchmark(needle.TASKS, ("lengths", "essays"), _needle_grid),
+    "chains": Benchmark(chains.TASKS, ("lengths",), lambda name, s: chains.Chains(name, s.prompting, s.seed)),
 }
 
 
 def benchmark(task: str) -> Benchmark:
-    """The benchmark of `benchmark:task`. Raises ValueError for one that there is not."""
+    """The benchmark of `benchmark:task`. Raises ValueError for one that does not exist."""
     name = task.partition(":")[0]
     if name not in BENCHMARKS:
         raise ValueError(f"unknown benchmark {name!r}; choose from {', '.join(BENCHMARKS)}")
@@ -88,17 +76,16 @@ def benchmark(task: str) -> Benchmark:
 
 
 def expand(names: Sequence[str]) -> list[str]:
-    """The tasks that names of tasks and benchmarks stand for, each once. Raises ValueError for a name that is
-    neither."""
+    """The tasks that names of tasks and benchmarks stand for, once each. Raises ValueError for others."""
     tasks: dict[str, None] = {}
     for name in names:
-        of = benchmark(name)
-        if name in of.tasks():
+        found = benchmark(name)
+        if name in found.tasks:
             tasks[name] = None
         elif name in BENCHMARKS:
-            tasks |= dict.fromkeys(of.tasks("PAPER_TASKS"))  # where it has more than its paper
+            tasks |= dict.fromkeys(found.paper_tasks or found.tasks)
         else:
-            raise ValueError(f"unknown task {name!r}; choose from {', '.join(of.tasks())}")
+            raise ValueError(f"unknown task {name!r}; choose from {', '.join(found.tasks)}")
     return list(tasks)
 
 
@@ -108,5 +95,5 @@ def needing(need: str, tasks: Sequence[str]) -> list[str]:
 
 
 def make_tasks(names: Sequence[str], setting: Setting) -> list[Task]:
-    """Raises ValueError, or OSError, for data that are missing or wrong."""
+    """Raises what `Benchmark.make` does."""
     return [benchmark(name).make(name, setting) for name in names]

@@ -99,11 +99,12 @@ class Evaluation:
         self.rules = sorted(rules, key=lambda rule: rule.eviction is None)  # `full` uses up what was read
         self._tokens: dict[Key, int] = {}
 
-        options: dict[str, Any] = {
-            **{"compile": compile, "attention": attention},
-            **{"on_compile": on_compile, "on_draft": on_draft},
-        }
-        self._reader, self._decoder = (Decoder(model, None, **options) for _ in range(2))
+        self._reader, self._decoder = (
+            Decoder(
+                model, None, compile=compile, attention=attention, on_compile=on_compile, on_draft=on_draft
+            )
+            for _ in range(2)
+        )
         for rule in self.rules:
             with _naming(rule):
                 self._decoder.use(rule.eviction)
@@ -186,13 +187,13 @@ class Evaluation:
                     decoder.use(rule.eviction)
                     decoder.take_prompt(self._reader, max_new_tokens=new_tokens)
                 out = decoder.decode(new_tokens, stop=stop)
-            spent = out.stats.seconds
-            seconds: Seconds = {
-                "prefill": prefill / len(questions),
-                "first_step": spent.first_step / len(questions),
-                "decode": spent.decode / len(questions),
-                "compile": spent.compile / len(questions),
-            }
+            spent, count = out.stats.seconds, len(questions)
+            seconds = Seconds(
+                prefill=prefill / count,
+                first_step=spent.first_step / count,
+                decode=spent.decode / count,
+                compile=spent.compile / count,
+            )
             for row, question in rows:
                 yield self._record(group.task, question, rule, out, row, seconds)
 

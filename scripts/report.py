@@ -25,9 +25,8 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
 from inertiakv.evals.reporting import figures, page
-from inertiakv.evals.reporting.numbers import numbers
-from inertiakv.evals.reporting.runs import read_run
-from inertiakv.evals.reporting.suites import combine
+from inertiakv.evals.reporting.paired import numbers
+from inertiakv.evals.reporting.runs import combine, read_run
 from inertiakv.scripts.cli import options, program
 from inertiakv.scripts.cli.console import say
 

@@ -1,7 +1,7 @@
 """Put the paper's claims to the test: run its comparisons, and make one report of them.
 
 `--scale small` asks SmolLM2-135M what of RULER it can answer at all, at 1k and 2k tokens, in about an hour on
-two CPU cores. `--scale full` is the paper's protocol, for a model of its size on a GPU. Both run every named
+two CPU cores. `--scale full` is the paper's setup, for a model of its size on a GPU. Both run every named
 policy, the smoothing (alpha), the compression, the laziness of refreshes, the couplings of layers and steps,
 and the scorers.
 
@@ -117,7 +117,7 @@ class Arguments:
     model: str = "smollm2-135m"
     """A folder, a name on the Hugging Face hub, or smollm2-135m."""
     scale: Literal["small", "full"] = "small"
-    """About an hour on two cores, or the paper's protocol."""
+    """About an hour on two cores, or the paper's setup."""
     out: Path = Path("results/reproduction")
     """A folder for the parts and the report."""
     batch: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: 8 small, 4 full)")] = None

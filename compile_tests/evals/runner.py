@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from compile_tests.evals.benchmarks import BENCHMARKS, ESSAYS
+from compile_tests.evals.fake_benchmarks import BENCHMARKS, ESSAYS
 from inertiakv.evals import registry
 from inertiakv.scripts import eval as script
 

@@ -21,7 +21,7 @@ GIVEN = {"chains:copy": 24, "chains:sum": 8, "chains:states": 8}  # two rounds
 
 
 def task(name: str, **options: Any) -> chains.Chains:
-    return chains.make(name, prompting=PROMPTING, **options)
+    return chains.Chains(name, PROMPTING, **options)
 
 
 def given_list(sample: Sample) -> list[str]:
@@ -131,5 +131,3 @@ def test_swaps_repeat_late() -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="a length of 300 is too short for 8 steps of chains:sum"):
         task("chains:sum").sample(300, 0)
-    with pytest.raises(ValueError, match="no task 'chains:x'"):
-        task("chains:x")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inertiakv.evals import hub
+from inertiakv.evals import data_files
 from inertiakv.evals.essays import BUNDLED, HUB, Essays, load_essays, split_sentences
 
 
@@ -141,4 +141,4 @@ def test_the_hub_offline_is_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_hub_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match="owner/data is read with the package datasets: pip install"):
-        hub.hub_rows("owner/data", None, "train")
+        data_files.hub_rows("owner/data", None, "train")

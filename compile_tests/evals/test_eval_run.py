@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compile_tests.evals.made import NEW_TOKENS, Made, letters
-from compile_tests.evals.rows import Rows
+from compile_tests.evals.fake_benchmarks import NEW_TOKENS, FakeDataTask, FakeTask, letters
+from compile_tests.evals.results import make_record
 from compile_tests.tiny_chat import set_eos, tiny_chat
 from inertiakv import Decoder, EvictionConfig, policy
 from inertiakv.cache import memory
@@ -42,8 +42,8 @@ def evaluation(loaded: tuple[Any, Prompting], rules: Sequence[Rule], **options: 
     return Evaluation(*loaded, rules, **{"compile": False} | options)
 
 
-def made(loaded: tuple[Any, Prompting], name: str = "made:short", seed: int = 0) -> Made:
-    return Made(name, loaded[1], seed)
+def made(loaded: tuple[Any, Prompting], name: str = "made:short", seed: int = 0) -> FakeTask:
+    return FakeTask(name, loaded[1], seed)
 
 
 def some_rules(*policies: str, compression: float = 0.75) -> list[Rule]:
@@ -147,28 +147,9 @@ def test_sizes_that_cannot_be() -> None:
 
 
 def record(index: int = 0, **changes: Any) -> Record:
-    fields: dict[str, Any] = {
-        "task": "made:short",
-        "length": 100,
-        "index": index,
-        "policy": "inertiakv:alpha=0.3",
-        "compression": 0.9,
-        "budget_asked": None,
-        "prompt_sha256": "0",
-        "prompt_tokens": 94,
-        "bos_count": 1,
-        "budget": 9,
-        "kept_tokens": 9.5,
-        "cache_bytes": 1,
-        "prediction": "two\nlines \u2028 \ud800 \N{PILE OF POO}",
-        "references": ["a"],
-        "score": 0.1,
-        "answer_tokens": 6,
-        "finish_reason": "eos",
-        "seconds": {"prefill": 0.1, "first_step": 0.0, "decode": 1, "compile": 0.0},
-        "facts": {"depth": 50},
-    }
-    return Record(**fields | changes)
+    fields = {"task": "made:short", "length": 100, "index": index, "policy": "inertiakv:alpha=0.3"}
+    fields |= {"prediction": "two\nlines \u2028 \ud800 \N{PILE OF POO}", "score": 0.1, "facts": {"depth": 50}}
+    return make_record(**fields | changes)
 
 
 def write(path: Path, *records: Record) -> None:
@@ -277,7 +258,7 @@ def test_means_count_every_record_of_a_task_a_length_and_a_rule() -> None:
 
 
 def test_groups_are_tasks_at_lengths_with_as_many_samples_as_there_are(loaded: Any) -> None:
-    task, rows = made(loaded), Rows()
+    task, rows = made(loaded), FakeDataTask()
     groups = make_groups([task, rows], [100, 200], 7)
     assert [(group.task, group.length, list(group.indices)) for group in groups] == [
         (task, 100, [*range(7)]),
@@ -293,7 +274,7 @@ def test_groups_are_tasks_at_lengths_with_as_many_samples_as_there_are(loaded: A
 
 @given(st.integers(0, 30), st.integers(1, 7))
 def test_processes_share_the_samples(samples: int, ranks: int) -> None:
-    group, rules = Group(Rows(), None, range(samples)), some_rules("full", "inertiakv")
+    group, rules = Group(FakeDataTask(), None, range(samples)), some_rules("full", "inertiakv")
     shares = [list(group.share(rank, ranks).keys(rules)) for rank in range(ranks)]
     together = [key for share in shares for key in share]
     assert sorted(together, key=str) == sorted(group.keys(rules), key=str)
@@ -354,7 +335,7 @@ def test_a_prompt_is_read_once_for_all_rules(loaded: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("filled", [False, True])
 def test_a_sample_s_record_does_not_depend_on_its_batch(loaded: Any, filled: bool) -> None:
-    tasks = [made(loaded, "made:long"), Rows()]
+    tasks = [made(loaded, "made:long"), FakeDataTask()]
     groups = make_groups(tasks, [130], 5)
     alone = by_key(list(evaluation(loaded, some_rules()).answer(groups)))
     assert {r["answer_tokens"] for r in alone.values()} == {NEW_TOKENS, NEW_TOKENS + 3}
@@ -375,7 +356,9 @@ def test_answers_of_other_lengths_are_apart_where_one_has_no_room(loaded: Any) -
 
 
 def test_batches_are_of_similar_lengths_where_data_decide(loaded: Any) -> None:
-    records = list(evaluation(loaded, some_rules("full"), batch=2).answer([Group(Rows(), None, range(5))]))
+    records = list(
+        evaluation(loaded, some_rules("full"), batch=2).answer([Group(FakeDataTask(), None, range(5))])
+    )
     assert [r.prompt_tokens for r in records] == sorted(r.prompt_tokens for r in records)
 
 
@@ -421,7 +404,7 @@ def test_an_empty_prediction_is_wrong_and_counts(loaded: Any, monkeypatch: pytes
 
 
 def test_prompts_that_do_not_fit_are_found_before_any_is_answered(loaded: Any) -> None:
-    rows = make_groups([Rows()], [], None)
+    rows = make_groups([FakeDataTask()], [], None)
     rules = choose_rules(["inertiakv", "snapkv"], [0.75], [])
     with pytest.raises(ValueError, match=r"rows, sample 1: snapkv@0.75: recent \(32\) protect more tokens"):
         evaluation(loaded, rules).check(rows)
@@ -451,7 +434,7 @@ def test_all_prompts_are_made_where_a_length_may_be_too_short_for_some(
     assert indices == [0]
 
 
-def _can(task: Made, length: int, index: int) -> bool:
+def _can(task: FakeTask, length: int, index: int) -> bool:
     with contextlib.suppress(ValueError):
         return bool(task.sample(length, index))
     return False

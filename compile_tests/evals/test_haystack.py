@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inertiakv.evals.essays import split_sentences
-from inertiakv.evals.ruler.haystack import DEPTHS, hide_in_lines, hide_in_sentences, most_units
+from inertiakv.evals.ruler.generated import DEPTHS, hide_in_lines, hide_in_sentences, most_units
 
 SEEDS = st.integers(0, 3)
 

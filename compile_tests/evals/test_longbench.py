@@ -9,10 +9,10 @@ from typing import Any, Literal
 import pytest
 
 from compile_tests.tiny_chat import BOS, tiny_tokenizer
-from inertiakv.evals import longbench, longbench_v2, rows
-from inertiakv.evals.longbench_prompts import DATASETS, PAPER
+from inertiakv.evals import data_files
+from inertiakv.evals.longbench import LongBench, LongBenchV2, cut_middle
+from inertiakv.evals.longbench_prompts import PAPER, PROMPTS
 from inertiakv.evals.prompting import Prompting
-from inertiakv.evals.truncation import cut_halves, cut_joined, fit
 
 GOLDEN = json.loads((Path(__file__).parent / "longbench_prompts.json").read_text(encoding="utf-8"))
 LONG = 200_000
@@ -54,21 +54,21 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*arguments: Any) -> None:
         raise ConnectionError("the hub cannot be reached")
 
-    monkeypatch.setattr(rows, "hub_rows", unreachable)
+    monkeypatch.setattr(data_files, "hub_rows", unreachable)
 
 
 def test_prompts_are_the_published_ones() -> None:
-    assert {name: dataset.prompt for name, dataset in DATASETS.items()} == GOLDEN
+    assert {name: prompt.text for name, prompt in PROMPTS.items()} == GOLDEN
     # The oddities, once more.
-    assert "\n\n Answer the question based on the above article" in DATASETS["qasper"].prompt
-    assert DATASETS["qasper"].prompt.endswith("{input}\n\nAnswer:")
-    assert "summary of all news. \n\nNews:" in DATASETS["multi_news"].prompt
-    assert DATASETS["passage_retrieval_en"].prompt.endswith("The answer is: ")
-    assert DATASETS["hotpotqa"].prompt == DATASETS["2wikimqa"].prompt == DATASETS["musique"].prompt
+    assert "\n\n Answer the question based on the above article" in PROMPTS["qasper"].text
+    assert PROMPTS["qasper"].text.endswith("{input}\n\nAnswer:")
+    assert "summary of all news. \n\nNews:" in PROMPTS["multi_news"].text
+    assert PROMPTS["passage_retrieval_en"].text.endswith("The answer is: ")
+    assert PROMPTS["hotpotqa"].text == PROMPTS["2wikimqa"].text == PROMPTS["musique"].text
 
 
 def test_lengths_metrics_and_templates_are_the_published_ones() -> None:
-    lengths = [(name, dataset.max_new_tokens, dataset.metric) for name, dataset in PAPER.items()]
+    lengths = [(name, prompt.max_new_tokens, prompt.metric) for name, prompt in PAPER.items()]
     assert lengths == [
         ("hotpotqa", 32, "qa_f1"),
         ("2wikimqa", 32, "qa_f1"),
@@ -79,15 +79,15 @@ def test_lengths_metrics_and_templates_are_the_published_ones() -> None:
         ("qmsum", 512, "rouge-l"),
         ("passage_retrieval_en", 32, "retrieval"),
     ]
-    assert {name for name, dataset in DATASETS.items() if not dataset.chat} == {"triviaqa", "samsum"}
-    assert {name for name, dataset in DATASETS.items() if dataset.first_line} == {"triviaqa", "samsum"}
+    assert {name for name, prompt in PROMPTS.items() if not prompt.chat} == {"triviaqa", "samsum"}
+    assert {name for name, prompt in PROMPTS.items() if prompt.first_line} == {"triviaqa", "samsum"}
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen"])
 def test_a_sample_is_the_filled_prompt_with_one_bos(tmp_path: Path, kind: str) -> None:
     put = prompting(kind)
     write(tmp_path, "hotpotqa.jsonl", ROW)
-    task = longbench.make("longbench:hotpotqa", prompting=put, max_positions=LONG, data=tmp_path)
+    task = LongBench("longbench:hotpotqa", prompting=put, max_positions=LONG, data=tmp_path)
     assert (task.name, task.metric, task.lengths, task.count(None)) == (
         "longbench:hotpotqa",
         "qa_f1",
@@ -114,7 +114,7 @@ def test_a_sample_is_the_filled_prompt_with_one_bos(tmp_path: Path, kind: str) -
 def test_examples_to_continue_take_no_template_and_one_line_is_scored(tmp_path: Path) -> None:
     put = prompting()
     write(tmp_path, "triviaqa.jsonl", ROW)
-    task = longbench.make("longbench:triviaqa", prompting=put, max_positions=LONG, data=tmp_path)
+    task = LongBench("longbench:triviaqa", prompting=put, max_positions=LONG, data=tmp_path)
     sample = task.sample(None, 0)
     assert sample.chat is False
     ids = put.encode(sample.prompt, sample.answer_prefix, chat=sample.chat)
@@ -124,7 +124,7 @@ def test_examples_to_continue_take_no_template_and_one_line_is_scored(tmp_path: 
     assert task.score("", sample) == 0
 
     write(tmp_path, "musique.jsonl", ROW)
-    musique = longbench.make("longbench:musique", prompting=put, max_positions=LONG, data=tmp_path)
+    musique = LongBench("longbench:musique", prompting=put, max_positions=LONG, data=tmp_path)
     assert musique.score("Keeper\nPassage 2", sample) == pytest.approx(2 / (3 + 1))
 
 
@@ -132,10 +132,10 @@ def test_rouge_and_retrieval_tasks_score_and_say_by_what(tmp_path: Path) -> None
     write(tmp_path, "data/multi_news.jsonl", ROW | {"input": ""})
     write(tmp_path, "data/passage_retrieval_en.jsonl", ROW | {"answers": ["Paragraph 12"]})
     options: Any = {"prompting": prompting(), "max_positions": LONG, "data": tmp_path}
-    news = longbench.make("longbench:multi_news", **options)
+    news = LongBench("longbench:multi_news", **options)
     assert news.metric.startswith("rouge-l f (rouge ")
     assert news.score("the keeper", news.sample(None, 0)) == pytest.approx(1, abs=1e-6)
-    retrieval = longbench.make("longbench:passage_retrieval_en", **options)
+    retrieval = LongBench("longbench:passage_retrieval_en", **options)
     assert retrieval.score("Paragraph 12", retrieval.sample(None, 0)) == 1
 
 
@@ -145,7 +145,7 @@ def test_a_long_prompt_loses_its_middle(tmp_path: Path, kind: str, template: Any
     put = prompting(kind, template)
     write(tmp_path, "qasper.jsonl", ROW | {"context": "é" * 3000})
     options: Any = {"prompting": put, "data": tmp_path, "max_positions": 2048}
-    task = longbench.make("longbench:qasper", **options)
+    task = LongBench("longbench:qasper", **options)
     sample = task.sample(None, 0)
     tokens = put.count(sample.prompt)
     assert 2048 - 128 - 4 <= tokens <= 2048 - 128  # an é is two tokens, and may be cut in two
@@ -156,42 +156,51 @@ def test_a_long_prompt_loses_its_middle(tmp_path: Path, kind: str, template: Any
     assert sample.prompt.startswith("You are given a scientific article")
     assert sample.prompt.endswith("Question: Who keeps {braces}?\n\nAnswer:")
 
-    official = longbench.make("longbench:qasper", max_length=1500, **options).sample(None, 0)
-    assert official.facts["max_length"] == 1500
-    assert put.count(official.prompt) < tokens
-    # As much as the model can take, whatever is asked for.
-    assert longbench.make("longbench:qasper", max_length=31500, **options).sample(None, 0) == sample
+    task.max_length = 1500
+    shorter = task.sample(None, 0)
+    assert shorter.facts["max_length"] == 1500
+    assert put.count(shorter.prompt) < tokens
+    task.max_length = 31500  # no more than the model can take
+    assert task.sample(None, 0) == sample
 
 
-def test_halves_are_of_the_raw_prompt_with_its_bos() -> None:
+@pytest.mark.parametrize(
+    "length, joined, text",
+    [
+        (6, False, "01789"),  # the BOS takes a place and is left out
+        (7, False, "01789"),
+        (6, True, "01789"),
+        (7, True, "016789"),
+    ],
+)
+def test_halves_are_of_the_raw_prompt_with_its_bos(length: int, joined: bool, text: str) -> None:
     tokenizer = tiny_tokenizer("llama")
     ids = tokenizer("0123456789").input_ids  # BOS and ten letters
-    assert cut_halves(tokenizer, ids, 6) == "01" + "789"  # the BOS takes a place and is left out
-    assert cut_halves(tokenizer, ids, 7) == "01" + "789"
-    assert cut_joined(tokenizer, ids, 6) == "01" + "789"
-    assert cut_joined(tokenizer, ids, 7) == "01" + "6789"
+    assert cut_middle(tokenizer, ids, length, joined=joined) == text
 
 
-def test_text_of_several_tokens_a_letter_is_cut_until_it_fits() -> None:
+def test_text_of_several_tokens_a_letter_is_cut_until_it_fits(tmp_path: Path) -> None:
     put = prompting("llama", "none")
-    text = "€" * 400  # three tokens each; a half letter comes back as three, too
-    for positions in range(100, 112):
-        prompt, facts = fit(
-            text, cut_joined, put, max_new_tokens=10, max_positions=positions, max_length=None
-        )
-        assert positions - 10 - 6 <= put.count(prompt) <= positions - 10
-        assert facts["max_length"] <= positions - 10
+    write(
+        tmp_path, "longbench-v2.jsonl", ROW_V2 | {"context": "€" * 400}
+    )  # each three tokens, as half of one
+    for positions in range(500, 512):
+        sample = LongBenchV2(put, positions, tmp_path).sample(None, 0)
+        assert positions - 128 - 6 <= put.count(sample.prompt) <= positions - 128
+        assert sample.facts["max_length"] <= positions - 128
 
 
-def test_no_room_for_a_prompt() -> None:
+def test_no_room_for_a_prompt(tmp_path: Path) -> None:
+    write(tmp_path, "hotpotqa.jsonl", ROW)
+    task = LongBench("longbench:hotpotqa", prompting(), 40, tmp_path)
     with pytest.raises(ValueError, match=r"nothing is left .* 40 positions .* answer of 32"):
-        fit("x" * 99, cut_halves, prompting(), max_new_tokens=32, max_positions=40, max_length=None)
+        task.sample(None, 0)
 
 
 def test_v2_is_the_published_prompt_and_keeps_what_results_are_grouped_by(tmp_path: Path) -> None:
     write(tmp_path, "longbench-v2.jsonl", ROW_V2, ROW_V2 | {"answer": "A"})
     put = prompting()
-    task = longbench_v2.make("longbench-v2", prompting=put, max_positions=LONG, data=tmp_path)
+    task = LongBenchV2(prompting=put, max_positions=LONG, data=tmp_path)
     assert (task.count(None), task.lengths, task.metric) == (2, False, "accuracy")
     sample = task.sample(None, 0)
     assert sample.prompt == (
@@ -212,7 +221,7 @@ def test_v2_is_the_published_prompt_and_keeps_what_results_are_grouped_by(tmp_pa
     assert task.score("The correct answer is (C).", task.sample(None, 1)) == 0
     assert task.score("", sample) == 0
 
-    short = longbench_v2.make("longbench-v2", prompting=put, max_positions=400, data=tmp_path).sample(None, 0)
+    short = LongBenchV2(prompting=put, max_positions=400, data=tmp_path).sample(None, 0)
     assert put.count(short.prompt) == 400 - 128
     assert short.prompt.startswith("Please read")
     assert short.prompt.endswith('(insert answer here)".')
@@ -226,9 +235,7 @@ def test_rows_come_from_parquet_and_lists_too(tmp_path: Path) -> None:
     (tmp_path / "b" / "hotpotqa").mkdir(parents=True)
     table = pyarrow.Table.from_pylist([ROW, ROW | {"_id": "second"}])
     parquet.write_table(table, tmp_path / "b" / "hotpotqa" / "test-00000-of-00001.parquet")
-    lines, columns = (
-        longbench.make("longbench:hotpotqa", data=tmp_path / folder, **options) for folder in "ab"
-    )
+    lines, columns = (LongBench("longbench:hotpotqa", data=tmp_path / folder, **options) for folder in "ab")
     assert [lines.sample(None, index) for index in range(2)] == [
         columns.sample(None, index) for index in range(2)
     ]
@@ -236,14 +243,14 @@ def test_rows_come_from_parquet_and_lists_too(tmp_path: Path) -> None:
     assert "sha256" in columns.source
 
     (tmp_path / "data.json").write_text(json.dumps([ROW_V2, ROW_V2]), encoding="utf-8")
-    assert longbench_v2.make("longbench-v2", data=tmp_path, **options).count(None) == 2
+    assert LongBenchV2(data=tmp_path, **options).count(None) == 2
 
 
 def test_rows_come_from_the_hub_where_no_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(rows, "hub_rows", lambda *arguments: asked.append(arguments) or [ROW])
+    monkeypatch.setattr(data_files, "hub_rows", lambda *arguments: asked.append(arguments) or [ROW])
     options: Any = {"prompting": prompting(), "max_positions": LONG}
-    task = longbench.make("longbench:2wikimqa", **options)
+    task = LongBench("longbench:2wikimqa", **options)
     assert (task.count(None), asked) == (1, [("Xnhyacinth/LongBench", "2wikimqa", "test")])
     assert "Xnhyacinth/LongBench 2wikimqa test" in task.source
 
@@ -263,7 +270,7 @@ def test_rows_come_from_the_hub_where_no_folder_is(monkeypatch: pytest.MonkeyPat
 def test_wrong_files_are_named(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "hotpotqa.jsonl").write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=rf"hotpotqa\.jsonl.*{message}"):
-        longbench.make("longbench:hotpotqa", prompting=prompting(), max_positions=LONG, data=tmp_path)
+        LongBench("longbench:hotpotqa", prompting=prompting(), max_positions=LONG, data=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -278,35 +285,31 @@ def test_wrong_files_are_named(tmp_path: Path, content: str, message: str) -> No
 def test_wrong_formats_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"{name} is {message}"):
-        longbench_v2.make("longbench-v2", prompting=prompting(), max_positions=LONG, data=tmp_path)
+        LongBenchV2(prompting=prompting(), max_positions=LONG, data=tmp_path)
 
 
 def test_a_folder_that_lacks_a_file_is_told_with_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "hub_rows", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr(data_files, "hub_rows", lambda *_: pytest.fail("asked the hub"))
     options: Any = {"prompting": prompting(), "max_positions": LONG, "data": tmp_path}
     with pytest.raises(
         FileNotFoundError, match=rf"longbench-v2: {tmp_path} has none of data\.json, .* nothing$"
     ):
-        longbench_v2.make("longbench-v2", **options)
+        LongBenchV2(**options)
     (tmp_path / "trec").mkdir()
     for number in range(8):
         (tmp_path / f"{number}.jsonl").write_text("")
     looked = r"qasper\.jsonl, data/qasper\.jsonl, qasper\.parquet, qasper/test-00000-of-00001\.parquet"
     with pytest.raises(FileNotFoundError, match=rf"{looked}, but 0\.jsonl, .*, 7\.jsonl, 1 more$"):
-        longbench.make("longbench:qasper", **options)
+        LongBench("longbench:qasper", **options)
     for number in range(8):
         (tmp_path / f"{number}.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=rf"{looked}, but trec/$"):
-        longbench.make("longbench:qasper", **options)
+        LongBench("longbench:qasper", **options)
 
 
 def test_no_data_at_all_is_said_at_once() -> None:
     options: Any = {"prompting": prompting(), "max_positions": LONG}
     with pytest.raises(FileNotFoundError, match=r"longbench-v2: no data folder was given; and the hub"):
-        longbench_v2.make("longbench-v2", **options)
-    with pytest.raises(ValueError, match=r"no task 'longbench:trec' .*longbench:hotpotqa"):
-        longbench.make("longbench:trec", **options)
-    with pytest.raises(ValueError, match=r"no task 'v2'"):
-        longbench_v2.make("v2", **options)
+        LongBenchV2(**options)

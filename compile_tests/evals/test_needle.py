@@ -22,7 +22,7 @@ ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"
 
 
 def grid(kind: str = "llama", essays: Any = ESSAYS, **options: Any) -> needle.NeedleGrid:
-    return needle.make("niah", prompting=Prompting(tiny_tokenizer(kind), "chat"), essays=essays, **options)
+    return needle.NeedleGrid(Prompting(tiny_tokenizer(kind), "chat"), essays, **options)
 
 
 @given(
@@ -158,5 +158,3 @@ def test_errors() -> None:
         grid(depths=[0, 101])
     with pytest.raises(ValueError, match="essays x have the needle"):
         grid(essays=Essays(name="x", text=f"So. {NEEDLE} So."))
-    with pytest.raises(ValueError, match="no task 'needle'"):
-        needle.make("needle", prompting=grid()._prompting, essays=ESSAYS)

@@ -14,12 +14,11 @@ import pytest
 from compile_tests.evals.results import CHANGES, config, make_folder, make_record, make_records
 from inertiakv import POLICIES
 from inertiakv.evals import paper
-from inertiakv.evals.reporting import ablations, cells, configs, figures, page, plots, tables
+from inertiakv.evals.reporting import ablations, figures, plots, tables
 from inertiakv.evals.reporting.paired import against, against_table
-from inertiakv.evals.reporting.runs import read_run
-from inertiakv.evals.reporting.suites import Suite, combine
-from inertiakv.evals.reporting.table import Table
-from inertiakv.evals.reporting.text import ranges
+from inertiakv.evals.reporting.runs import combine, read_run
+from inertiakv.evals.reporting.suites import Suite, named_options
+from inertiakv.evals.reporting.table import Table, index_ranges
 from inertiakv.evals.statistics import holm
 from inertiakv.scripts import report
 
@@ -83,24 +82,11 @@ def test_table_1(tmp_path: Path) -> None:
 
 
 def test_every_rule(tmp_path: Path) -> None:
-    records = [
-        *(make_record("chains:sum", 512, i, "full", score=1.0) for i in range(4)),
-        *(
-            make_record(
-                *("chains:sum", 512, i, "lazy4"),
-                **{
-                    "compression": None,
-                    "budget_asked": 1024,
-                    "budget": 1024,
-                    "kept_tokens": 250.0,
-                    "cache_bytes": 250_000,
-                },
-                **{"score": 0.0, "prediction": " \n"},
-            )
-            for i in range(4)
-        ),
-    ]
-    table = tables.rules(one_suite(tmp_path, records))
+    evicted = {"compression": None, "budget_asked": 1024, "budget": 1024, "kept_tokens": 250.0}
+    evicted |= {"cache_bytes": 250_000, "score": 0.0, "prediction": " \n"}
+    records = [make_record("chains:sum", 512, i, "full", score=1.0) for i in range(4)]
+    records += [make_record("chains:sum", 512, i, "lazy4", **evicted) for i in range(4)]
+    table = tables.policies(one_suite(tmp_path, records))
     assert table.head[2] == "match"  # of a lone task the column says what it is
     assert table.rows == [
         ["full", "-", "100.0", "100.0 to 100.0", "4", "0", "1,000", "100 %", "1.0", "33.3"],
@@ -271,7 +257,7 @@ def test_rules_are_spelled_out(tmp_path: Path) -> None:
             list(make_records(["niah"], 512, ["full", "inertiakv", "streaming_llm"], right(1))),
         )
     )
-    assert tables.rule_options(suite.setting).rows == [
+    assert tables.policy_options(suite.setting).rows == [
         ["full", "keeps everything"],
         ["inertiakv", "the defaults"],
         ["streaming_llm", "scorer=none, alpha=-, sinks=4"],
@@ -420,20 +406,12 @@ def test_files_of_ranks_and_a_line_that_was_not_finished(tmp_path: Path) -> None
         ("records.jsonl", lambda text: text.replace('"7"', "null", 1), "prediction must be a text, got None"),
         ("records.jsonl", lambda text: text.replace('"score": 1.0', '"score": 50'), "0 to 1, got 50"),
         ("records.jsonl", lambda text: text.replace('"score": 1.0', '"score": NaN'), "0 to 1, got nan"),
-        (
-            "records.jsonl",
-            lambda text: text.replace('"full"', '"lazy9"'),
-            "not among the policies",
-        ),
+        ("records.jsonl", lambda text: text.replace('"full"', '"lazy9"'), "not among the policies"),
         ("records.jsonl", lambda text: text.replace('"niah"', '"nihao"'), "not among the tasks"),
         ("run_meta.json", lambda text: text[:-1], "run_meta.json is not valid JSON"),
         ("run_meta.json", lambda text: "[]", "scripts/eval.py: it must be an object, got []"),
         ("run_meta.json", lambda text: text.replace("git_revision", "git"), "it has no git_revision"),
-        (
-            "run_meta.json",
-            lambda text: text.replace('"name": "meta', '"nom": "meta'),
-            "it has no model.name",
-        ),
+        ("run_meta.json", lambda text: text.replace('"name": "meta', '"nom": "meta'), "no model.name"),
     ],
 )
 def test_what_is_no_run(cli: Cli, tmp_path: Path, file: str, change: Any, message: str) -> None:
@@ -552,8 +530,7 @@ def test_reports_are_alike(cli: Cli, everything: list[Path], tmp_path: Path) -> 
     """The same results give the same report; here without matplotlib."""
     texts = []
     with pytest.MonkeyPatch.context() as patch:
-        for module in (figures, page):
-            patch.setattr(module, "available", lambda: False)
+        patch.setattr(figures, "available", lambda: False)
         for name in ("a", "b"):
             code, _, err = cli(everything[1], "--out", tmp_path / name)
             assert code == 0
@@ -621,7 +598,7 @@ def test_a_setting_without_the_reference_says_so(cli: Cli, tmp_path: Path) -> No
 def test_the_papers_figures_are_of_rules_that_are_there() -> None:
     for values in (*paper.AVERAGES.values(), *paper.TASKS.values()):
         for name, value in values.items():
-            configs.named(name)
+            named_options(name)
             assert name.partition(":")[0] in POLICIES
             assert 0 <= value <= 100
     llama = paper.AVERAGES["Llama-3.1-8B", "ruler"]
@@ -656,12 +633,12 @@ def test_a_task_of_the_papers(tmp_path: Path) -> None:
 def test_metrics_are_named(tmp_path: Path) -> None:
     tasks = {"ruler:vt": {"metric": "all"}, "ruler:cwe": {"metric": "part"}}
     suite = one_suite(tmp_path, make_records(RULER, 512, ["full"], right(1)), tasks=tasks)
-    assert cells.metrics(suite) == "Metrics: all: vt; part: cwe."
+    assert tables.metrics_note(suite) == "Metrics: all: vt; part: cwe."
 
 
 def test_ranges() -> None:
-    assert ranges([3, 17, 18, 19, 21]) == "3, 17-19, 21"
-    assert ranges([]) == ""
+    assert index_ranges([3, 17, 18, 19, 21]) == "3, 17-19, 21"
+    assert index_ranges([]) == ""
 
 
 def test_tables_escape_what_would_break_them() -> None:

@@ -39,6 +39,8 @@ def test_a_small_run(
         "two": reproduce.Part(("chains:copy",), ("inertiakv",), (1400,), 2, (0.5, 0.75)),
     }
     monkeypatch.setattr(reproduce, "small", lambda: parts)
+    command = reproduce.command
+    monkeypatch.setattr(reproduce, "command", lambda *args: [*command(*args), "--no-compile"])
     out = tmp_path / "out"
     argv = ["--model", str(model), "--out", str(out), "--batch", "2"]
     assert reproduce.main(argv) == 0, capsys.readouterr().err

@@ -1,18 +1,16 @@
-"""The report: what is in it, and the same as Markdown and as one HTML file."""
+"""The report: its sections, as Markdown and as one HTML file."""
 
 from __future__ import annotations
 
-import base64
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from inertiakv.evals.paper import model_of
 from inertiakv.evals.statistics import RESAMPLES
 
-from . import ablations, plots, tables
-from .figures import MISSING, available
+from . import ablations, figures, plots, tables
 from .paired import against_table
 from .plots import Picture
 from .runs import Run
@@ -60,100 +58,88 @@ class Section:
 def sections(
     runs: Sequence[Run], suites: Sequence[Suite], notes: Sequence[str], reference: str, folder: Path
 ) -> list[Section]:
-    """Everything there is to say. Pictures are drawn into the folder."""
-    lost = tables.missing(suites)
-    whole = not lost and all(run.meta.get("finished", "unknown") for run in runs)
-    complete = ["No sample is missing: within a benchmark all rules have answered the same."] * whole
-    missing_plots = [] if available() else [f"{MISSING[0].upper()}{MISSING[1:]}."]
-    commands = [asked["command"] for run in runs for asked in run.meta.get("asked", [run.meta])]
-    beside = [PAPER] * any(model_of(suite.setting.model) for suite in suites)
-    text = [*READING, *beside, *complete, *notes, *missing_plots]
-    first = Section("What was run", text, commands, [tables.runs(runs), *([lost] if lost else [])])
-    middle = [_section(setting, suites, reference, folder) for setting in settings(suites)]
+    """The whole report. Pictures are drawn into the folder."""
+    by_setting: dict[int, list[Suite]] = {}
+    for suite in suites:
+        by_setting.setdefault(id(suite.setting), []).append(suite)
+    settings = [(same[0].setting, same) for same in by_setting.values()]
     across = tables.transfer(suites)
-    last = [_detail(setting, suites, reference) for setting in settings(suites)]
-    models = [Section("Models side by side", parts=[*across])] if across else []
-    return [first, *middle, *models, *(section for section in last if section.parts)]
+    details = [_detail(setting, same, reference) for setting, same in settings]
+    return [
+        _what_was_run(runs, suites, notes),
+        *(_results(setting, same, reference, folder) for setting, same in settings),
+        *([Section("Models side by side", parts=[*across])] if across else []),
+        *(section for section in details if section.parts),
+    ]
 
 
-def settings(suites: Sequence[Suite]) -> list[Setting]:
-    return list({id(suite.setting): suite.setting for suite in suites}.values())
+def _what_was_run(runs: Sequence[Run], suites: Sequence[Suite], notes: Sequence[str]) -> Section:
+    text, lost = [*READING], tables.missing(suites)
+    if any(model_of(suite.setting.model) for suite in suites):
+        text.append(PAPER)
+    if not lost and all(run.meta.get("finished", "unknown") for run in runs):
+        text.append("No sample is missing: within a benchmark all rules have answered the same.")
+    text += notes
+    if not figures.available():
+        text.append(f"{figures.MISSING[0].upper()}{figures.MISSING[1:]}.")
+    commands = [asked["command"] for run in runs for asked in run.meta.get("asked", [run.meta])]
+    return Section("What was run", text, commands, [tables.runs(runs), *([lost] if lost else [])])
 
 
-def _section(setting: Setting, suites: Sequence[Suite], reference: str, folder: Path) -> Section:
-    mine = [suite for suite in suites if suite.setting is setting]
-    drawn = plots.pictures(mine, folder) if available() else []
+def _results(setting: Setting, suites: Sequence[Suite], reference: str, folder: Path) -> Section:
     text = []
-    if reference not in setting.rules:
+    if reference not in setting.policies:
         text.append(f"Nothing is compared with {reference}, which was not run here.")
-    if spared := [name for name, rule in setting.rules.items() if rule and rule["protect_prompt"]]:
+    if spared := [
+        name for name, options in setting.policies.items() if options and options["protect_prompt"]
+    ]:
         text.append(
             f"Evicts nothing of a prompt: {', '.join(spared)}. What a table says is evicted gives the budget "
             "for the tokens after it."
         )
-    parts: list[Table | Picture] = [
-        *_there([tables.main(mine)]),
-        *(part for suite in mine for part in _paper_tables(suite)),
-        *drawn,
-        *(part for suite in mine for part in _comparisons(suite, reference, by_task=False)),
-        tables.rule_options(setting),
-    ]
-    return Section(setting.name, text, parts=parts)
+    parts: list[Table | Picture | None] = [tables.main(suites)]
+    for suite in suites:
+        parts += [tables.budgets(suite), tables.policies(suite), *ablations.sweeps(suite)]
+        parts += [ablations.compression(suite), ablations.cumulative(suite), ablations.lazy(suite)]
+        parts += [tables.groups(suite), tables.depths(suite)]
+    parts += plots.pictures(suites, folder) if figures.available() else []
+    parts += _comparisons(setting, suites, reference, by_task=False)
+    parts.append(tables.policy_options(setting))
+    return Section(setting.name, text, parts=[part for part in parts if part])
 
 
 def _detail(setting: Setting, suites: Sequence[Suite], reference: str) -> Section:
-    mine = [suite for suite in suites if suite.setting is setting]
-    means = _there(tables.by_task(suite) for suite in mine)
-    pairs = [table for suite in mine for table in _comparisons(suite, reference, by_task=True)]
-    return Section(f"Task by task: {setting.name}", parts=[*means, *pairs])
+    means = map(tables.by_task, suites)
+    parts = [*means, *_comparisons(setting, suites, reference, by_task=True)]
+    return Section(f"Task by task: {setting.name}", parts=[part for part in parts if part])
 
 
-def _paper_tables(suite: Suite) -> list[Table]:
-    made = [
-        *(tables.budgets(suite), tables.rules(suite), *ablations.sweeps(suite)),
-        *(ablations.compression(suite), ablations.cumulative(suite), ablations.lazy(suite)),
-        *(tables.groups(suite), tables.depths(suite)),
-    ]
-    return _there(made)
+def _comparisons(
+    setting: Setting, suites: Sequence[Suite], reference: str, *, by_task: bool
+) -> list[Table | None]:
+    policies = setting.references(reference)
+    return [against_table(suite, policy, by_task=by_task) for suite in suites for policy in policies]
 
 
-def _comparisons(suite: Suite, reference: str, *, by_task: bool) -> list[Table]:
-    policies = suite.setting.references(reference)
-    return _there(against_table(suite, policy, by_task=by_task) for policy in policies)
-
-
-def _there(made: Iterable[Table | None]) -> list[Table]:
-    return [table for table in made if table is not None]
-
-
-def markdown(parts: Sequence[Section]) -> str:
+def markdown(sections: Sequence[Section]) -> str:
     blocks = [f"# {TITLE}"]
-    for section in parts:
+    for section in sections:
         blocks += [f"## {section.title}", *section.text]
-        blocks += ["\n".join(["```bash", *section.commands, "```"])] * bool(section.commands)
-        for part in section.parts:
-            if isinstance(part, Table):
-                blocks.append(part.markdown(3))
-            else:
-                blocks.append(
-                    f"### {part.title}\n\n![{part.title}]({part.file.parent.name}/{part.file.name})"
-                )
+        if section.commands:
+            blocks.append("\n".join(["```bash", *section.commands, "```"]))
+        blocks += [part.markdown(3) for part in section.parts]
     return "\n\n".join(blocks) + "\n"
 
 
-def one_file(parts: Sequence[Section]) -> str:
+def one_file(sections: Sequence[Section]) -> str:
     """HTML with its pictures in it."""
     blocks = [f"<h1>{TITLE}</h1>"]
-    for section in parts:
+    for section in sections:
         blocks += [f"<h2>{html.escape(section.title)}</h2>"]
         blocks += [f"<p>{html.escape(text)}</p>" for text in section.text]
-        blocks += [f"<pre>{html.escape(chr(10).join(section.commands))}</pre>"] * bool(section.commands)
-        blocks += [part.html(3) if isinstance(part, Table) else _html_picture(part) for part in section.parts]
+        if section.commands:
+            blocks.append(f"<pre>{html.escape(chr(10).join(section.commands))}</pre>")
+        blocks += [part.html(3) for part in section.parts]
     body = "\n".join(blocks)
     head = f'<meta charset="utf-8">\n<title>{TITLE}</title>\n<style>\n{STYLE}</style>'
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
-
-
-def _html_picture(picture: Picture) -> str:
-    title, data = html.escape(picture.title), base64.b64encode(picture.file.read_bytes()).decode()
-    return f'<h3>{title}</h3>\n<img alt="{title}" src="data:image/png;base64,{data}">'

@@ -1,23 +1,26 @@
-"""Rules against each other on the same samples, as tables and as numbers."""
+"""Policies against each other on the same samples, and all figures of a report as one object for JSON."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from inertiakv.evals.statistics import Comparison, holm
 
+from .runs import Run
 from .suites import Arm, Suite
-from .table import Table
-from .text import interval, p_value, signed, task_name
+from .table import Table, interval, p_value, signed, task_name
+from .tables import SOME_MISSING
 
 HEAD = ("difference", "95 % interval", "pairs", "wins", "ties", "losses", "t", "p", "p (Holm)")
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """One rule against another, on a task or, None, on the average over tasks."""
+    """One arm minus another, on a task or, None, on the average over tasks."""
 
     suite: Suite
     arm: Arm
@@ -31,42 +34,41 @@ class Pairing:
     def cells(self) -> list[str]:
         """As `HEAD` has them."""
         r = self.result
-        counts = (self._pairs(), str(r.wins), str(r.ties), str(r.losses))
         t = "-" if math.isnan(r.t) else f"{r.t:.2f}"
+        counts = [self._pairs(), *map(str, (r.wins, r.ties, r.losses))]
         return [signed(r.difference), interval(r), *counts, t, p_value(r.p), p_value(self.adjusted)]
 
     def _pairs(self) -> str:
         tasks = self.suite.tasks if self.task is None else [self.task]
-        every, used = sum(len(self.suite.samples[t]) for t in tasks), len(self.suite.pairs(*self._arms))
-        pairs = str(self.result.pairs) if self.result.pairs == every else f"{self.result.pairs} of {every}"
+        total = sum(len(self.suite.samples[task]) for task in tasks)
+        used = len(self.suite.differences(self.arm, self.other, self.task))
+        pairs = str(self.result.pairs) if self.result.pairs == total else f"{self.result.pairs} of {total}"
         return pairs if self.task or used == len(tasks) else f"{pairs} ({used} of {len(tasks)} tasks)"
-
-    @property
-    def _arms(self) -> tuple[Arm, Arm, str | None]:
-        return self.arm, self.other, self.task
 
 
 def pairings(suite: Suite, wanted: Sequence[tuple[Arm, Arm, str | None]]) -> list[Pairing]:
     """One family of comparisons, but for those without a common sample."""
-    results = [suite.compare(*one) for one in wanted]
-    found = [(one, result) for one, result in zip(wanted, results, strict=True) if result is not None]
+    found = [(one, result) for one in wanted if (result := suite.compare(*one)) is not None]
     adjusted = holm([result.p for _, result in found])
     return [Pairing(suite, *one, result, p) for (one, result), p in zip(found, adjusted, strict=True)]
 
 
 def against(suite: Suite, policy: str, *, by_task: bool = False) -> list[Pairing]:
-    """Every other rule against this policy, at the same budget where there is such a one."""
+    """Every other policy against this one, at the same budget where it has that."""
     couples = [(arm, suite.partner(arm, policy)) for arm in suite.arms if arm.policy != policy]
     tasks = suite.tasks if by_task else [None]
-    return pairings(
-        suite, [(arm, other, task) for arm, other in couples if other is not None for task in tasks]
-    )
+    return pairings(suite, [(arm, other, task) for arm, other in couples if other for task in tasks])
 
 
 def paired_table(
     title: str, note: str, head: Sequence[str], lines: Sequence[tuple[list[str], Pairing]]
-) -> Table:
-    """A table of one family: cells of one's own, with their heads, before those of each pairing."""
+) -> Table | None:
+    """A table of one family: cells of one's own, with their heads, before those of each pairing. None where
+    there is nothing to compare."""
+    if not lines:
+        return None
+    if any(cell.endswith("†") for cells, _ in lines for cell in cells):
+        note += f" {SOME_MISSING}"
     count = len(lines)
     note += (
         f" Percentage points. {count} comparison{'s' * (count != 1)} in this table: p (Holm) allows for all."
@@ -77,20 +79,50 @@ def paired_table(
 
 
 def against_table(suite: Suite, policy: str, *, by_task: bool = False) -> Table | None:
-    """None where there is nothing to compare."""
     if by_task and len(suite.tasks) == 1:
         return None  # the average is the task
-    found = against(suite, policy, by_task=by_task)
-    if not found:
-        return None
     lines = []
-    for pairing in found:
+    for pairing in against(suite, policy, by_task=by_task):
         cells = [pairing.arm.policy, pairing.arm.evicted, str(pairing.other)]
         lines.append(([*cells, task_name(pairing.task)] if pairing.task else cells, pairing))
+    averaged = not by_task and len(suite.tasks) > 1
     note = f"Each rule minus {policy}, on the samples that both have answered"
-    note += (
-        "." if by_task or len(suite.tasks) == 1 else ": the mean over tasks, of which each weighs the same."
-    )
-    what = ", task by task" if by_task else ""
-    head = ["rule", "evicted", "against", *["task"] * by_task]
-    return paired_table(f"Paired with {policy}{what}: {suite.title}", note, head, lines)
+    note += ": the mean over tasks, of which each weighs the same." if averaged else "."
+    title = f"Paired with {policy}{', task by task' * by_task}: {suite.title}"
+    return paired_table(title, note, ["rule", "evicted", "against", *["task"] * by_task], lines)
+
+
+def numbers(
+    runs: Sequence[Run], suites: Sequence[Suite], notes: Sequence[str], reference: str
+) -> dict[str, Any]:
+    """All means and comparisons, as parts of 1. Comparisons of one suite with one policy, of averages or
+    of single tasks, are a family of Holm's."""
+    scores, comparisons = [], []
+    for suite in suites:
+        for (arm, task), found in suite.estimates.items():
+            missing = len(suite.missing(arm, task))
+            scores.append({**_place(suite, arm, task), **dataclasses.asdict(found), "missing": missing})
+        for policy in suite.setting.references(reference):
+            for by_task in (False, True):
+                comparisons += [_comparison(pair) for pair in against(suite, policy, by_task=by_task)]
+    about = [{"folder": str(run.folder), "records": len(run.records), **run.meta} for run in runs]
+    return {"runs": about, "notes": list(notes), "scores": scores, "comparisons": comparisons}
+
+
+def _place(suite: Suite, arm: Arm, task: str | None) -> dict[str, Any]:
+    where = {
+        "setting": suite.setting.name,
+        "benchmark": suite.benchmark,
+        "length": suite.length,
+        "task": task,
+    }
+    return {**where, **dataclasses.asdict(arm)}
+
+
+def _comparison(pairing: Pairing) -> dict[str, Any]:
+    figures = {**dataclasses.asdict(pairing.result), "p_holm": pairing.adjusted}
+    return {
+        **_place(pairing.suite, pairing.arm, pairing.task),
+        "against": dataclasses.asdict(pairing.other),
+        **{name: None if math.isnan(value) else value for name, value in figures.items()},
+    }

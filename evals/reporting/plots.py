@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import html
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,77 +17,77 @@ from .figures import draw
 from .suites import Arm, Suite
 from .tables import grid_depths, tokens_per_second
 
-SIZE = (9.0, 5.0)
-
 
 @dataclass(frozen=True)
 class Picture:
     title: str
     file: Path
 
+    def markdown(self, level: int) -> str:
+        return f"{'#' * level} {self.title}\n\n![{self.title}]({self.file.parent.name}/{self.file.name})"
+
+    def html(self, level: int) -> str:
+        title, data = html.escape(self.title), base64.b64encode(self.file.read_bytes()).decode()
+        return f'<h{level}>{title}</h{level}>\n<img alt="{title}" src="data:image/png;base64,{data}">'
+
 
 def pictures(suites: Sequence[Suite], folder: Path) -> list[Picture]:
     """All pictures of one setting, drawn into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    made: list[Picture] = []
+    found: list[Picture | None] = []
     for kind, plot in (("budget", by_budget), ("speed", by_speed), ("alpha", by_alpha)):
         for suite in suites:
-            what = f"{kind} {suite.setting.name} {suite.benchmark} {suite.length or ''}"
-            picture = plot(suite, folder / f"{slug(what)}.png")
-            made += [picture] if picture else []
+            name = f"{kind} {suite.setting.name} {suite.benchmark} {suite.length or ''}"
+            found.append(plot(suite, folder / f"{slug(name)}.png"))
     for benchmark in dict.fromkeys(suite.benchmark for suite in suites):
         same = [suite for suite in suites if suite.benchmark == benchmark]
-        picture = needle_maps(same, folder / f"{slug(f'depth {same[0].setting.name} {benchmark}')}.png")
-        made += [picture] if picture else []
-    return made
+        name = f"depth {same[0].setting.name} {benchmark}"
+        found.append(needle_maps(same, folder / f"{slug(name)}.png"))
+    return [picture for picture in found if picture]
 
 
 def by_budget(suite: Suite, file: Path) -> Picture | None:
-    """Rules that ran at several budgets, and the full cache as a line."""
-    found = [arm for arm in suite.arms if (arm, None) in suite.estimates]
-    lines = {
-        policy: [arm for arm in found if arm.policy == policy and arm.size > (0, 0)]
-        for policy in suite.setting.rules
-    }
+    """Policies that ran at several budgets, and the full cache as a line."""
+    scored = [arm for arm in suite.arms if (arm, None) in suite.estimates]
+    lines: dict[str, list[Arm]] = {policy: [] for policy in suite.setting.policies}
+    for arm in scored:
+        if arm.size > (0, 0):
+            lines[arm.policy].append(arm)
     lines = {policy: arms for policy, arms in lines.items() if len(arms) > 1}
     if not lines:
         return None
 
-    def paint(figure: Any, axes: Any) -> None:
+    def paint(axis: Any) -> None:
         for number, (policy, arms) in enumerate(lines.items()):
-            kept = [_share_kept(suite, arm) for arm in arms]
-            _line(axes[0], suite, arms, kept, policy, (number, number))
-        for arm in found:
+            kept = [_percent_kept(suite, arm) for arm in arms]
+            _line(axis, suite, arms, kept, policy, (number, number))
+        for arm in scored:
             if arm.size == (0, 0):
                 height = 100 * suite.estimates[arm, None].mean
-                axes[0].axhline(height, color="0.4", linestyle="--", linewidth=1, label=str(arm))
-        axes[0].set(xlabel="budget, % of the prompt", ylabel="score, %", xscale="log")
-        ticks = sorted({round(_share_kept(suite, arm), 1) for arms in lines.values() for arm in arms})
-        axes[0].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes[0].minorticks_off()
-        _legend(figure)
+                axis.axhline(height, color="0.4", linestyle="--", linewidth=1, label=str(arm))
+        axis.set(xlabel="budget, % of the prompt", ylabel="score, %", xscale="log")
+        ticks = sorted({round(_percent_kept(suite, arm), 1) for arms in lines.values() for arm in arms})
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
 
-    draw(file, 1, SIZE, paint)
-    return Picture(f"Score by budget: {suite.title}", file)
+    return _draw(f"Score by budget: {suite.title}", file, paint)
 
 
 def by_speed(suite: Suite, file: Path) -> Picture | None:
-    """Every rule that answered, by token/s."""
+    """Every arm that answered, by token/s."""
     speeds = {arm: tokens_per_second(suite.of(arm)) for arm in suite.arms if (arm, None) in suite.estimates}
     points = [(arm, speed) for arm, speed in speeds.items() if speed]
     if len(points) < 2:
         return None
 
-    def paint(figure: Any, axes: Any) -> None:
-        policies, sizes = list(suite.setting.rules), sorted({arm.size for arm, _ in points})
+    def paint(axis: Any) -> None:
+        policies, sizes = list(suite.setting.policies), sorted({arm.size for arm, _ in points})
         for arm, speed in points:
             look = policies.index(arm.policy), sizes.index(arm.size)
-            _line(axes[0], suite, [arm], [speed], str(arm), look)
-        axes[0].set(xlabel="token/s, measured while other things may have run", ylabel="score, %")
-        _legend(figure)
+            _line(axis, suite, [arm], [speed], str(arm), look)
+        axis.set(xlabel="token/s, measured while other things may have run", ylabel="score, %")
 
-    draw(file, 1, SIZE, paint)
-    return Picture(f"Score by speed: {suite.title}", file)
+    return _draw(f"Score by speed: {suite.title}", file, paint)
 
 
 def by_alpha(suite: Suite, file: Path) -> Picture | None:
@@ -95,26 +97,18 @@ def by_alpha(suite: Suite, file: Path) -> Picture | None:
     if len(set(values.values())) < 2:
         return None
 
-    def paint(figure: Any, axes: Any) -> None:
+    def paint(axis: Any) -> None:
         for number, size in enumerate(sorted({arm.size for arm in values})):
             arms = sorted((arm for arm in values if arm.size == size), key=lambda arm: values[arm])
-            _line(
-                axes[0],
-                suite,
-                arms,
-                [values[arm] for arm in arms],
-                f"{arms[0].evicted} evicted",
-                (2 * number, number),
-            )
-        axes[0].set(xlabel="alpha", ylabel="score, %")
-        _legend(figure)
+            label = f"{arms[0].evicted} evicted"
+            _line(axis, suite, arms, [values[arm] for arm in arms], label, (2 * number, number))
+        axis.set(xlabel="alpha", ylabel="score, %")
 
-    draw(file, 1, SIZE, paint)
-    return Picture(f"Score by alpha: {suite.title}", file)
+    return _draw(f"Score by alpha: {suite.title}", file, paint)
 
 
 def needle_maps(suites: Sequence[Suite], file: Path) -> Picture | None:
-    """Lengths by depths of one benchmark, a map for each rule."""
+    """Lengths by depths of one benchmark, a map for each arm."""
     depths = sorted({depth for suite in suites for depth in grid_depths(suite)})
     if not depths:
         return None
@@ -157,11 +151,18 @@ def _line(
     axis.errorbar(places, means, bars, color=colour, marker=marker, capsize=2, linewidth=1.2, label=label)
 
 
-def _legend(figure: Any) -> None:
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+def _draw(title: str, file: Path, paint: Callable[[Any], None]) -> Picture:
+    """One panel, with a legend beside it."""
+
+    def whole(figure: Any, axes: Any) -> None:
+        paint(axes[0])
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+
+    draw(file, 1, (9.0, 5.0), whole)
+    return Picture(title, file)
 
 
-def _share_kept(suite: Suite, arm: Arm) -> float:
+def _percent_kept(suite: Suite, arm: Arm) -> float:
     records = suite.of(arm)
     return 100 * sum(r.budget or 0 for r in records) / sum(r.prompt_tokens for r in records)
 

@@ -1,22 +1,21 @@
-"""Runs put together: what can be compared is in one suite, what cannot is kept apart."""
+"""A suite: all results that can be compared, of one benchmark at one length with one model."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from inertiakv import EvictionConfig, policy
 from inertiakv.evals.records import Record
-from inertiakv.evals.rules import label
+from inertiakv.evals.rules import KEPT, label, parse_policy
 from inertiakv.evals.statistics import Comparison, Estimate, Strata, compare, estimate
 
-from .configs import Rule, named, rule
-from .runs import Run
-from .text import task_name
+from .table import task_name
 
 BENCHMARKS = {
     "ruler": "RULER",
@@ -24,13 +23,47 @@ BENCHMARKS = {
     "longbench-v2": "LongBench-v2",
     "niah": "needle in a haystack",
 }
-VARYING = ("seconds", "cache_bytes")
-"""What may differ between two records of the same answer."""
+DEPENDENT = {"alpha": "aggregation", "scorer_seed": "scorer", "scorer_file": "scorer"}
+"""Options that change together with another one."""
+
+Options = dict[str, Any]
+"""The fields of an eviction config without the budget: they tell policies apart, names are for people."""
+
+
+def _options(config: EvictionConfig) -> Options:
+    fields = json.loads(json.dumps(dataclasses.asdict(config)))
+    return {name: value for name, value in fields.items() if name not in KEPT}
+
+
+INERTIAKV = _options(EvictionConfig())
+"""The defaults are the paper's method."""
+
+
+def recorded_options(config: Mapping[str, Any] | None) -> Options | None:
+    """The options of a config in run_meta.json; None is the full cache. Options newer than the run have their
+    defaults."""
+    if config is None:
+        return None
+    return {name: value for name, value in (INERTIAKV | dict(config)).items() if name not in KEPT}
+
+
+@functools.cache
+def named_options(text: str) -> Options | None:
+    """The options of a policy as the command line has it: `inertiakv`, or `inertiakv:alpha=0.3:pool=7`."""
+    name, changes = parse_policy(text)
+    config = policy(name, **changes)
+    return None if config is None else _options(config)
+
+
+def changed_options(options: Options) -> Options:
+    """The options that are not InertiaKV's, without those that only follow from another."""
+    changed = {name: value for name, value in options.items() if value != INERTIAKV.get(name)}
+    return {name: value for name, value in changed.items() if DEPENDENT.get(name) not in changed}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A rule at a budget."""
+    """A policy at a budget."""
 
     policy: str
     compression: float | None
@@ -62,36 +95,34 @@ class Setting:
 
     name: str
     model: str
-    folders: tuple[Path, ...]
-    rules: dict[str, Rule | None]
-    """By their names, in the order in which they were run."""
+    policies: dict[str, Options | None]
+    """In the order in which they were run."""
     metrics: dict[str, str]
-    """Of tasks."""
+    """By task."""
 
     def policy(self, wanted: str) -> str | None:
-        """What a named policy is called here."""
-        rule = named(wanted)
-        return next((name for name, one in self.rules.items() if one == rule), None)
+        """The name that a policy of the package has here."""
+        options = named_options(wanted)
+        return next((name for name, found in self.policies.items() if found == options), None)
 
     def references(self, chosen: str) -> list[str]:
-        """What every rule is compared with: the chosen policy, and InertiaKV."""
-        policies = dict.fromkeys([chosen, self.policy("inertiakv")])
-        return [policy for policy in policies if policy in self.rules]
+        """The policies that all others are compared with: the chosen one, and InertiaKV."""
+        return [name for name in dict.fromkeys([chosen, self.policy("inertiakv")]) if name in self.policies]
 
 
 @dataclass(eq=False)
 class Suite:
-    """A benchmark at one length, under one setting. Tasks are columns of tables, arms rows."""
+    """A benchmark at one length, under one setting."""
 
     setting: Setting
     benchmark: str
     length: int | None
     records: dict[tuple[Arm, str], dict[int, Record]]
-    """Of an arm and a task, by the sample's index."""
+    """By arm and task, then by sample index."""
 
     @property
     def title(self) -> str:
-        """What was asked: a benchmark's name alone would promise all of its tasks."""
+        """With the tasks: a benchmark's name alone would promise all of them."""
         name = BENCHMARKS.get(self.benchmark, self.benchmark)
         tasks = [task_name(task) for task in self.tasks if task != self.benchmark]
         if tasks:
@@ -100,7 +131,7 @@ class Suite:
 
     @cached_property
     def arms(self) -> list[Arm]:
-        order = list(self.setting.rules)
+        order = list(self.setting.policies)
         return sorted({arm for arm, _ in self.records}, key=lambda arm: (arm.size, order.index(arm.policy)))
 
     @cached_property
@@ -109,143 +140,50 @@ class Suite:
 
     @cached_property
     def samples(self) -> dict[str, set[int]]:
-        """Of each task, every sample that any rule has answered."""
+        """By task: the samples that any arm has answered."""
         found: dict[str, set[int]] = {task: set() for task in self.tasks}
-        for (_, task), answers in self.records.items():
-            found[task] |= answers.keys()
+        for (_, task), answered in self.records.items():
+            found[task] |= answered.keys()
         return found
 
-    def rule(self, arm: Arm) -> Rule | None:
-        return self.setting.rules[arm.policy]
+    def options(self, arm: Arm) -> Options | None:
+        return self.setting.policies[arm.policy]
 
     def of(self, arm: Arm, task: str | None = None) -> list[Record]:
-        """Its records, of one task or of all."""
+        """The records of an arm, of one task or of all."""
         tasks = self.tasks if task is None else [task]
         return [r for t in tasks for _, r in sorted(self.records.get((arm, t), {}).items())]
 
-    def missing(self, arm: Arm, task: str | None = None) -> list[tuple[str, int]]:
-        """Samples, of one task or of all, that others have answered and this one has not."""
+    def missing(self, arm: Arm, task: str | None = None) -> list[int]:
+        """Samples, of one task or of all, that other arms have answered and this one has not."""
         tasks = self.tasks if task is None else [task]
-        return [
-            (t, i) for t in tasks for i in sorted(self.samples[t] - self.records.get((arm, t), {}).keys())
-        ]
+        return [i for t in tasks for i in sorted(self.samples[t] - self.records.get((arm, t), {}).keys())]
 
     @cached_property
     def estimates(self) -> dict[tuple[Arm, str | None], Estimate]:
-        """Of an arm and a task, or None for the average over the suite's tasks, where it has all of them."""
+        """By arm and task; task None is the average over tasks, of arms that have records of all."""
         found: dict[tuple[Arm, str | None], Estimate] = {}
         for arm in self.arms:
             strata = [[r.score for r in self.of(arm, task)] for task in self.tasks]
-            for task, scores in zip(self.tasks, strata, strict=True):
-                if scores:
-                    found[arm, task] = estimate([scores])
+            found |= {(arm, t): estimate([s]) for t, s in zip(self.tasks, strata, strict=True) if s}
             if all(strata):
                 found[arm, None] = found[arm, self.tasks[0]] if len(strata) == 1 else estimate(strata)
         return found
 
-    def pairs(self, arm: Arm, other: Arm, task: str | None = None) -> Strata:
-        """Differences of score on the samples that both have answered, of each task that there are any of."""
-        tasks = self.tasks if task is None else [task]
+    def differences(self, arm: Arm, other: Arm, task: str | None = None) -> Strata:
+        """Differences of score on the samples that both have answered, for each task that has any."""
         found = []
-        for name in tasks:
+        for name in self.tasks if task is None else [task]:
             mine, theirs = (self.records.get((one, name), {}) for one in (arm, other))
-            common = sorted(mine.keys() & theirs.keys())
-            found.append([mine[i].score - theirs[i].score for i in common])
-        return [differences for differences in found if differences]
+            found.append([mine[i].score - theirs[i].score for i in sorted(mine.keys() & theirs.keys())])
+        return [stratum for stratum in found if stratum]
 
     def compare(self, arm: Arm, other: Arm, task: str | None = None) -> Comparison | None:
         """None where they have no sample in common."""
-        pairs = self.pairs(arm, other, task)
-        return compare(pairs) if pairs else None
+        differences = self.differences(arm, other, task)
+        return compare(differences) if differences else None
 
     def partner(self, arm: Arm, policy: str) -> Arm | None:
         """The arm of that policy that this one is to be compared with: at its budget, or the full cache."""
         candidates = (arm.at_its_budget(policy), Arm(policy, None, None))
         return next((one for one in candidates if one in self.arms and one != arm), None)
-
-
-def combine(runs: Sequence[Run]) -> tuple[list[Suite], list[str]]:
-    """Suites of all runs, and what a reader should be told. Raises ValueError where two runs contradict each
-    other."""
-    identities: dict[str, list[Run]] = {}
-    for run in runs:
-        identities.setdefault(json.dumps(_identity(run), sort_keys=True), []).append(run)
-    names = _names([_identity(group[0]) for group in identities.values()])
-    suites: list[Suite] = []
-    notes = [note for run in runs for note in run.notes]
-    for name, group in zip(names, identities.values(), strict=True):
-        suites += _suites(name, group, notes)
-    return suites, notes
-
-
-def _identity(run: Run) -> dict[str, Any]:
-    """What results must have in common to be compared."""
-    template = {"template": run.meta["template"]["kind"], "template's sha256": run.meta["template"]["sha256"]}
-    return {**run.meta["model"], **template, "seed": run.meta["seed"]}
-
-
-def _names(identities: Sequence[dict[str, Any]]) -> list[str]:
-    """A name for each: the model's, and whatever tells it from another with the same name."""
-    short = [str(identity["name"]).rstrip("/").split("/")[-1] for identity in identities]
-    names = []
-    for name, identity in zip(short, identities, strict=True):
-        alike = [other for other, of in zip(identities, short, strict=True) if of == name]
-        telling = [key for key in identity if any(other.get(key) != identity[key] for other in alike)]
-        names.append(", ".join([name, *(f"{key} {identity[key]}" for key in telling)]))
-    return names
-
-
-def _suites(name: str, runs: Sequence[Run], notes: list[str]) -> list[Suite]:
-    rules = _agreed(runs, "policies", rule, "rule")
-    metrics = _agreed(runs, "tasks", lambda task: str(task["metric"]), "metric")
-    model = str(runs[0].meta["model"]["name"])
-    setting = Setting(name, model, tuple(run.folder for run in runs), rules, metrics)
-    suites: dict[tuple[str, int | None], Suite] = {}
-    for record in _merge(runs, notes):
-        benchmark = record.task.partition(":")[0]
-        suite = suites.setdefault((benchmark, record.length), Suite(setting, benchmark, record.length, {}))
-        arm = Arm(record.policy, record.compression, record.budget_asked)
-        suite.records.setdefault((arm, record.task), {})[record.index] = record
-    return [suites[key] for key in sorted(suites, key=lambda key: (key[0], key[1] or 0))]
-
-
-def _agreed(runs: Sequence[Run], key: str, read: Callable[[Any], Any], what: str) -> dict[str, Any]:
-    """The policies or tasks of all runs. Raises ValueError where one name stands for two things."""
-    found: dict[str, tuple[Any, Path]] = {}
-    for run in runs:
-        for name, told in run.meta[key].items():
-            value = read(told)
-            known, folder = found.setdefault(name, (value, run.folder))
-            if known != value:
-                raise ValueError(f"{name!r} is one {what} in {folder} and another in {run.folder}")
-    return {name: value for name, (value, _) in found.items()}
-
-
-def _merge(runs: Sequence[Run], notes: list[str]) -> list[Record]:
-    """Every record once. Raises ValueError where two of the same answer, or question, differ."""
-    answers: dict[tuple[Any, ...], tuple[Record, Path]] = {}
-    questions: dict[tuple[Any, ...], tuple[Any, Path]] = {}
-    repeated = 0
-    for run in runs:
-        for record in run.records:
-            sample = f"{record.task}, length {record.length}, sample {record.index}"
-            asked = (record.prompt_sha256, record.references)
-            known_question, folder = questions.setdefault(record.key[:3], (asked, run.folder))
-            if known_question != asked:
-                raise ValueError(f"{sample} is one prompt in {folder} and another in {run.folder}")
-            if record.key not in answers:
-                answers[record.key] = record, run.folder
-                continue
-            known, folder = answers[record.key]
-            if _content(known) != _content(record):
-                raise ValueError(
-                    f"{record.policy} on {sample} gave one answer in {folder} and another in {run.folder}"
-                )
-            repeated += 1
-    if repeated:
-        notes.append(f"{repeated} records are there twice, with the same answer: counted once.")
-    return [record for record, _ in answers.values()]
-
-
-def _content(record: Record) -> dict[str, Any]:
-    return {name: value for name, value in vars(record).items() if name not in VARYING}

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from ..essays import Essays, split_sentences
 from ..task import CountTokens
-from .generated import Draw, Generated
-from .haystack import NOISE, hide_in_lines, hide_in_sentences
+from .generated import NOISE, Draw, Generated, hide_in_lines, hide_in_sentences
 from .templates import NEEDLE, NIAH, NIAH_ONE
 from .words import adjective_noun
 

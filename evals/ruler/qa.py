@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from ..hub import hub_rows
+from ..data_files import find_file, hub_rows
 from ..metrics import string_match_part
-from ..rows import find_file
 from ..task import CountTokens
 from .generated import Draw, Generated
 from .templates import DOCUMENT, QUESTIONS
@@ -119,7 +118,7 @@ def load_corpus(task: str, data: Path | None) -> Corpus:
         return _corpus(str(file), _read(file, source))
     repository, config = source.hub
     try:
-        return _corpus(f"hub:{repository}", source.read_hub(hub_rows(repository, config, "validation")))
+        return _corpus(f"hub:{repository}", [*source.read_hub(hub_rows(repository, config, "validation"))])
     except (ImportError, ConnectionError) as error:
         raise FileNotFoundError(
             f"no data for ruler:{task}, which needs {source.title}, as {' or '.join(source.files)} in a data "
@@ -131,29 +130,25 @@ def _read(path: Path, source: Source) -> list[Row]:
     try:
         rows = list(source.read_file(json.loads(path.read_text(encoding="utf-8"))))
         for row in rows:
-            if odd := [
-                text for text in (row.text, *row.answers, *row.documents) if not isinstance(text, str)
-            ]:
-                raise TypeError(f"{odd[0]!r:.40} is no text")
+            for text in (row.text, *row.answers, *row.documents):
+                if not isinstance(text, str):
+                    raise TypeError(f"{text!r:.40} is no text")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not {source.title}: {type(error).__name__}: {error}") from error
     return rows
 
 
-def _corpus(name: str, rows: Iterable[Row]) -> Corpus:
-    rows = list(rows)
+def _corpus(name: str, rows: Sequence[Row]) -> Corpus:
     documents = sorted({document for row in rows for document in row.documents})
     number = {document: place for place, document in enumerate(documents)}
     articles: dict[str | None, dict[int, None]] = {}
     for row in rows:
-        if row.article is not None:
-            articles.setdefault(row.article, {}).update(
-                {number[document]: None for document in row.documents}
-            )
+        articles.setdefault(row.article, {}).update((number[document], None) for document in row.documents)
     questions = []
     for row in rows:
         own = tuple(dict.fromkeys(number[document] for document in row.documents))
-        related = tuple(place for place in articles.get(row.article, ()) if place not in own)
+        article = articles[row.article] if row.article is not None else ()
+        related = tuple(place for place in article if place not in own)
         if row.answers:
             questions.append(Question(row.text, tuple(dict.fromkeys(row.answers)), own, related))
     if not questions:

@@ -7,8 +7,7 @@ from functools import cache, cached_property
 from itertools import pairwise
 from random import Random
 
-from .generated import Draw, Generated
-from .haystack import NOISE, hide_in_lines, most_units
+from .generated import NOISE, Draw, Generated, hide_in_lines, most_units
 from .templates import VARIABLES
 
 VARIABLES_A_CHAIN = 5

@@ -40,10 +40,6 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def describe(
     command: str,
     config: dict[str, Any],
@@ -69,7 +65,10 @@ def describe(
             "dtype": str(model.dtype).removeprefix("torch."),
             "quantize": config["quantize"],
         },
-        "template": {"kind": prompting.template, "sha256": template and _sha256(str(template))},
+        "template": {
+            "kind": prompting.template,
+            "sha256": template and hashlib.sha256(str(template).encode()).hexdigest(),
+        },
         "essays": essays and {"name": essays.name, "sha256": essays.sha256},
         "data": {task.name: str(task.source) for task in tasks if hasattr(task, "source")},
         "seed": config["seed"],

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from compile_tests.evals.benchmarks import BENCHMARKS, ESSAYS
-from compile_tests.evals.cli.folders import ARGV, Cli
+from compile_tests.evals.fake_benchmarks import BENCHMARKS, ESSAYS
+from compile_tests.scripts.eval.folders import ARGV, Cli
 from compile_tests.scripts.test_decode_cli import Result
 from compile_tests.tiny_chat import tiny_chat
 from inertiakv.evals import registry
@@ -19,28 +18,20 @@ from inertiakv.scripts import decode
 from inertiakv.scripts import eval as script
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_chat(tmp_path_factory.mktemp("model"), max_positions=512)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _benchmarks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "BENCHMARKS", BENCHMARKS)
-        patch.setattr(script, "load_essays", lambda source: ESSAYS)
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            patch.delenv(name, raising=False)
-        yield
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cli(folder: Path) -> Cli:
     def run(*argv: object, model: Path | str = folder, compile: bool = False) -> Result:
-        options = ["--model", str(model), "--dtype", "float64", "--device", "cpu"]
-        options.append("--compile" if compile else "--no-compile")
+        options = ["--model", str(model), "--dtype", "float64", "--compile" if compile else "--no-compile"]
+        options += [] if "--device" in argv else ["--device", "cpu"]
+        out, err = io.StringIO(), io.StringIO()
         with pytest.MonkeyPatch.context() as patch:
-            out, err = io.StringIO(), io.StringIO()
+            patch.setattr(registry, "BENCHMARKS", BENCHMARKS)
+            patch.setattr(script, "load_essays", lambda source: ESSAYS)
             patch.setattr(sys, "stdout", out)
             patch.setattr(sys, "stderr", err)
             code = script.main([*map(str, argv), *options])
@@ -49,7 +40,7 @@ def cli(folder: Path) -> Cli:
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing interrupted."""
     out = tmp_path_factory.mktemp("run") / "deep" / "out"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
@@ -13,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from compile_tests.evals.cli.folders import MADE, ROOT, Cli
+from compile_tests.scripts.eval.folders import MADE, ROOT, Cli
 from inertiakv.cache import memory
 from inertiakv.evals import registry
-from inertiakv.scripts import eval as script
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -50,14 +48,11 @@ from inertiakv.scripts import eval as script
         (f"{MADE} --device abacus", "device 'abacus' cannot be used"),
     ],
 )
-def test_wrong_command_lines(argv: str, message: str, folder: Path, tmp_path: Path) -> None:
+def test_wrong_command_lines(argv: str, message: str, cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    err = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stderr", err)
-        assert script.main([*argv.split(), "--out", str(out), "--model", str(folder)]) == 2
-    assert message in err.getvalue()
-    assert err.getvalue().count("\n") == 1
+    result = cli(*argv.split(), "--out", out)
+    assert message in result.error
+    assert result.err.count("\n") == 1
     assert not out.exists()
 
 
@@ -102,10 +97,10 @@ def test_what_only_model_and_prompts_show(
 
 
 def test_a_package_that_is_missing(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(self: Any, name: str, setting: Any) -> Any:
+    def missing(names: Any, setting: Any) -> Any:
         raise ImportError("rouge is missing: pip install -e '.[eval]'")
 
-    monkeypatch.setattr(registry.Benchmark, "make", missing)
+    monkeypatch.setattr(registry, "make_tasks", missing)
     assert cli(*MADE.split(), "--out", tmp_path / "out").error == "rouge is missing: pip install -e '.[eval]'"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from compile_tests.evals.cli.folders import ARGV, MADE, ROOT, Cli, contents, run_meta
+from compile_tests.scripts.eval.folders import ARGV, MADE, ROOT, Cli, contents, run_meta
 from compile_tests.tiny_chat import tiny_chat
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 from inertiakv.models.parallel import init_tensor_parallel

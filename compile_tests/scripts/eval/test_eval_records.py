@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from compile_tests.evals.cli.folders import ARGV, ROOT, Cli, contents, run_meta
-from compile_tests.evals.made import NEW_TOKENS
+from compile_tests.evals.fake_benchmarks import NEW_TOKENS
+from compile_tests.scripts.eval.folders import ARGV, ROOT, Cli, contents, run_meta
 from compile_tests.tiny_chat import LLAMA
 from inertiakv import EvictionConfig
 from inertiakv.evals.records import Mean, Record, read_records

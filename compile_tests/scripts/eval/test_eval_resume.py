@@ -13,15 +13,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from compile_tests.evals.cli.folders import ARGV, Cli, contents, run_meta
-from compile_tests.evals.made import Made
+from compile_tests.evals.fake_benchmarks import FakeDataTask, FakeTask
+from compile_tests.scripts.eval.folders import ARGV, Cli, contents, run_meta
 from inertiakv.evals.records import Record, RecordFile, read_records
 from inertiakv.evals.reporting.runs import read_run
 from inertiakv.evals.reporting.suites import combine
 from inertiakv.scripts import report
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(share=st.floats(0, 1), left=st.sampled_from(["both", "meta"]))
 @example(share=0.0, left="both")
 @example(share=1.0, left="both")
@@ -64,10 +64,8 @@ def test_a_run_that_breaks_off_leaves_what_it_has_done(
 
         return score
 
-    from compile_tests.evals.rows import Rows
-
     with monkeypatch.context() as patch:
-        for task in (Made, Rows):
+        for task in (FakeTask, FakeDataTask):
             patch.setattr(task, "score", counted(task.score))
         assert cli(*ARGV, "--out", tmp_path).code == 130
     assert len(read_records(tmp_path)) == answered
@@ -180,20 +178,8 @@ def test_an_extension_does_not_finish_what_was_there_before(cli: Cli, copy: Path
     lines = (copy / "records.jsonl").read_bytes().splitlines(keepends=True)
     (copy / "records.jsonl").write_bytes(b"".join(lines[:-1]))
     (copy / "run_meta.json").write_text(json.dumps(run_meta(copy) | {"finished": None}))
-    argv = (
-        "--tasks",
-        "rows",
-        "--samples",
-        1,
-        "--policies",
-        "tova",
-        "--budget",
-        40,
-        "--out",
-        copy,
-        "--resume",
-    )
-    assert cli(*argv).code == 0
+    argv = ["--tasks", "rows", "--samples", "1", "--policies", "tova", "--budget", "40", "--resume"]
+    assert cli(*argv, "--out", copy).code == 0
     assert len(read_records(copy)) == 27
     assert run_meta(copy)["finished"] is None
     assert cli(*ARGV, "--out", copy, "--resume").code == 0

@@ -1,19 +1,18 @@
-"""Published data: from files of the user's, else from the Hugging Face hub, without its code."""
+"""Published data sets: from the user's files, else from the Hugging Face hub, without running its code."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .hub import hub_rows
-
 Row = dict[str, Any]
+_PROBE_SECONDS = 5
 _SHOWN = 8
-"""Names of what is in a folder that an error tells."""
+"""Names in a folder that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +25,34 @@ class Hub:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Dataset:
     rows: list[Row]
     source: str
-    """The file or the hub's data set, with what tells its version."""
+    """The file or the hub's data set, with the hash of its content."""
+
+
+def hub_rows(repository: str, config: str | None, split: str) -> list[dict[str, Any]]:
+    """The rows of one split. In the hub client's offline mode (HF_HUB_OFFLINE=1) they come from its cache.
+
+    Raises ImportError without the package `datasets`, and ConnectionError, soon, where the hub does not
+    answer or has no such data."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(f"{repository} is read with the package datasets: pip install datasets") from error
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    try:
+        if not HF_HUB_OFFLINE:
+            # Without this the data sets' own client tries again and again, for minutes.
+            HfApi().dataset_info(repository, timeout=_PROBE_SECONDS)
+        return list(datasets.load_dataset(repository, config, split=split))
+    except Exception as error:
+        # The classes of connection errors change with the versions of the client's HTTP library.
+        raise ConnectionError(
+            f"{repository} cannot be had from the Hugging Face hub ({type(error).__name__}: {error})"
+        ) from error
 
 
 def find_file(title: str, files: Sequence[str], data: Path | None) -> Path | None:
@@ -51,20 +74,20 @@ def find_file(title: str, files: Sequence[str], data: Path | None) -> Path | Non
     raise FileNotFoundError(f"no data for {title}: {has}")
 
 
-def load_rows(
+def load_dataset(
     title: str, files: Sequence[str], fields: Mapping[str, type], hub: Hub, data: Path | None
-) -> Rows:
-    """The rows of the data set that errors call `title`.
+) -> Dataset:
+    """The data set that errors call `title`.
 
-    files: what its file may be called below `data`: a .jsonl, .parquet, or .json with a list.
+    files: names that its file may have below `data`: a .jsonl, .parquet, or .json with a list.
     fields: what every row must have, and of which type.
-    hub: taken where `data` is None.
+    hub: read where `data` is None.
 
-    Raises FileNotFoundError where they are not there, ValueError for a file, a line or a row that is wrong.
+    Raises FileNotFoundError where there is none, ValueError for a malformed file, line or row.
     """
     file = find_file(title, files, data)
     if file is not None:
-        rows = list(_read(file))
+        rows = _read(file)
         source = f"{file} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()})"
     else:
         try:
@@ -77,29 +100,25 @@ def load_rows(
         _check(row, fields, f"{file or source}: row {number}")
     if not rows:
         raise ValueError(f"{file or source} has no rows")
-    return Rows(rows, source)
+    return Dataset(rows, source)
 
 
-def _read(file: Path) -> Iterator[Row]:
+def _read(file: Path) -> list[Row]:
     if file.suffix == ".parquet":
-        yield from _read_parquet(file)
-        return
+        return _read_parquet(file)
     try:
         text = file.read_text(encoding="utf-8")
-        rows = json.loads(text) if file.suffix == ".json" else None
+        rows = json.loads(text) if file.suffix == ".json" else []
     except ValueError as error:  # of UTF-8 or of JSON
         raise ValueError(f"{file} is not JSON: {error}") from error
-    if file.suffix == ".json":
-        if not isinstance(rows, list):
-            raise ValueError(f"{file} is not a list of rows")
-        yield from rows
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{file} is not a list of rows")
+    for number, line in enumerate(text.split("\n") if file.suffix != ".json" else [], 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
+    return rows
 
 
 def _read_parquet(file: Path) -> list[Row]:

@@ -1,18 +1,19 @@
-"""A benchmark that takes no time: prompts of letters by chance, and a score that tells predictions apart."""
+"""Benchmarks that take no time: prompts of random letters, and a score that tells predictions apart."""
 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 from inertiakv.evals.prompting import Prompting
+from inertiakv.evals.registry import Benchmark
 from inertiakv.evals.task import Sample
 
-TASKS = ("made:short", "made:long")
-PAPER_TASKS = ("made:short",)
 NEW_TOKENS = 6
+ESSAYS = SimpleNamespace(name="essays of these tests", sha256="e5")
 
 
-class Made:
+class FakeTask:
     """Prompts of any length, not all quite as long. Every third answer of `made:long` may be longer."""
 
     metric = "fake"
@@ -38,6 +39,27 @@ class Made:
         return score(prediction)
 
 
+class FakeDataTask:
+    """Prompts of its own lengths, in no order; one goes without the chat template."""
+
+    name = "rows"
+    metric = "fake"
+    lengths = False
+    source = "rows.jsonl (sha256 0)"
+    sizes = (190, 90, 150, 230, 110)
+
+    def count(self, length: int | None) -> int:
+        return len(self.sizes)
+
+    def sample(self, length: int | None, index: int) -> Sample:
+        assert length is None
+        text = letters(f"rows {index}", self.sizes[index])
+        return Sample(self.name, None, index, text, "", ("a", "b"), NEW_TOKENS, chat=index != 2)
+
+    def score(self, prediction: str, sample: Sample) -> float:
+        return score(prediction)
+
+
 def letters(seed: str, size: int) -> str:
     return "".join(random.Random(seed).choices("abcdefgh ", k=size))
 
@@ -46,6 +68,12 @@ def score(prediction: str) -> float:
     return sum(prediction.encode()) % 100 / 100 + 0.005
 
 
-def make(name: str, prompting: Prompting, seed: int) -> Made:
-    assert name in TASKS
-    return Made(name, prompting, seed)
+BENCHMARKS = {
+    "made": Benchmark(
+        ("made:short", "made:long"),
+        ("lengths", "essays"),
+        lambda name, setting: FakeTask(name, setting.prompting, setting.seed),
+        ("made:short",),
+    ),
+    "rows": Benchmark(("rows",), ("data",), lambda name, setting: FakeDataTask()),
+}
