@@ -26,7 +26,7 @@ from inertiakv.models import load_model
 from inertiakv.scripts import decode, plan, trace, train_scorer
 from inertiakv.scripts import eval as evaluation
 from inertiakv.scripts import report as reporting
-from inertiakv.scripts.cli import options
+from inertiakv.scripts.cli import arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -162,14 +162,14 @@ def test_commands(
             assert set(re.findall(r"\w+", "".join(re.findall(r"\[(.*)\]", argv[-1])))) <= set(extras)
         elif program == "torchrun":
             assert argv[2] == "scripts/decode.py"
-            options.parse(decode.Arguments, argv[3:], prog="", description="")
+            arguments.parse(decode.Arguments, argv[3:], "")
         elif argv[0] == "scripts/decode.py":
             monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
             assert decode.main(argv[1:]) == 0, capsys.readouterr().err
             assert capsys.readouterr().out
         elif argv[0] in UNDERSTOOD:
-            arguments, check = UNDERSTOOD[argv[0]]
-            check(options.parse(arguments, argv[1:], prog="", description=""))
+            options, check = UNDERSTOOD[argv[0]]
+            check(arguments.parse(options, argv[1:], ""))
         else:
             assert (ROOT / argv[0]).is_file()
     assert seen == {"make", "pip", "python", "torchrun"}
@@ -193,7 +193,7 @@ def test_the_demo_is_what_make_runs() -> None:
     files, command = recipe[1].replace("\\\n", " ").split("|")
     assert all((ROOT / file).is_file() for file in files.split()[1:])
     argv = command.replace("$(DEMO_ARGS)", "").split()[2:]
-    args = decode.options.parse(decode.Arguments, argv, prog="decode.py", description="")
+    args = arguments.parse(decode.Arguments, argv, "")
     assert [name for name, _ in decode.choose_policies(args.policy)] == ["lazy4", "full"]
 
 

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
@@ -43,15 +42,15 @@ from inertiakv.models.config import parse_dtype
 from inertiakv.models.hub import find_config
 from inertiakv.requests.prompts import check_positions
 from inertiakv.scripts.benchmarking.shapes import SHAPES
-from inertiakv.scripts.cli import options, program
+from inertiakv.scripts.cli import program
+from inertiakv.scripts.cli.arguments import Option, Switch, numbers, parse
 from inertiakv.scripts.planning import chart, check, devices, tables
 from inertiakv.scripts.planning.plans import FULL, Plan
 from inertiakv.scripts.planning.speed import Link, Shares
 
 ALL_REDUCE_US = 10.0
 
-NotGiven = tyro.conf.arg(help_behavior_hint="")
-Numbers = Annotated[str, tyro.conf.arg(metavar="N,...")]
+Numbers = Annotated[str, Option(metavar="N,...")]
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class ModelOptions:
     """A well-known shape (an unknown name lists them), a folder with a config.json, or a name on the hub."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Of activations and KV cache, and of weights that are not quantised; auto: as the config says."""
-    quantize: Annotated[Literal["int8"] | None, NotGiven] = None
+    quantize: Literal["int8"] | None = None
     """Weights of linear layers in one byte."""
 
 
@@ -70,23 +69,23 @@ class ModelOptions:
 class DeviceOptions:
     """On what it runs."""
 
-    device: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: this)")] = None
+    device: Annotated[str | None, Option(default="this")] = None
     """h200, h100, a100, rtx-4090, or this machine: its free memory, and its bandwidth as measured now."""
-    memory_gb: Annotated[float | None, NotGiven] = None
+    memory_gb: float | None = None
     """Instead, with a bandwidth: the memory of a device of yours."""
-    bandwidth_gb_per_s: Annotated[float | None, NotGiven] = None
+    bandwidth_gb_per_s: float | None = None
     """How fast it reads its memory."""
-    tflops: Annotated[float | None, NotGiven] = None
+    tflops: float | None = None
     """Its arithmetic; left out, arithmetic is taken to be no bottleneck."""
     usable: float = 0.9
     """Share of the memory that may be filled; the rest is for the driver, graphs, and fragments."""
     ranks: Numbers = "1"
     """Devices that a model is split over: heads, MLPs and the vocabulary head, evenly."""
-    interconnect_gb_per_s: Annotated[float | None, NotGiven] = None
+    interconnect_gb_per_s: float | None = None
     """Between ranks: an all-reduce moves 2 (R - 1) / R of its bytes. Left out, it takes no time."""
-    all_reduce_us: Annotated[float | None, tyro.conf.arg(help_behavior_hint="(default: 10)")] = None
+    all_reduce_us: Annotated[float | None, Option(default="10")] = None
     """What an all-reduce takes however small it is, in microseconds; there are two a layer, and one more."""
-    share: Annotated[float | None, NotGiven] = None
+    share: float | None = None
     """Share of the bandwidth that weights, K and V are read with, instead of those that were measured."""
 
 
@@ -102,9 +101,9 @@ class RequestOptions:
     """Rows that are decoded together."""
     policy: str = "inertiakv"
     """A named policy, set against the full cache; full: that alone."""
-    compression: Annotated[float | None, tyro.conf.arg(help_behavior_hint="(default: 0.9)")] = None
+    compression: Annotated[float | None, Option(default="0.9")] = None
     """Share of the prompt to evict."""
-    budget: Annotated[int | None, NotGiven] = None
+    budget: int | None = None
     """Instead: tokens to keep."""
     prefill_chunk: int = 2048
     """Tokens of a prompt that are read at a time."""
@@ -114,13 +113,13 @@ class RequestOptions:
 class OutputOptions:
     """What becomes of it."""
 
-    json: options.Switch = False
+    json: Switch = False
     """Print one JSON object instead of tables."""
-    out: Annotated[Path | None, NotGiven] = None
+    out: Path | None = None
     """Also write the tables as a Markdown page."""
-    plot: Annotated[Path | None, NotGiven] = None
+    plot: Path | None = None
     """Also draw token/s and sessions against compression (needs the extra `plot`)."""
-    check: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...", help_behavior_hint="")] = ()
+    check: tuple[Path, ...] = ()
     """Plan nothing: set predictions against the steps in results files of scripts/bench.py."""
 
 
@@ -135,9 +134,7 @@ class Arguments:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "scripts/plan.py", *argv])
-    return program.run(
-        lambda: run(options.parse(Arguments, argv, prog="plan.py", description=__doc__ or ""), command)
-    )
+    return program.run(lambda: run(parse(Arguments, argv, __doc__), command))
 
 
 def run(args: Arguments, command: str) -> None:
@@ -228,10 +225,10 @@ def read_config(name: str) -> ModelConfig:
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    numbers = options.numbers(option, text, int)
-    for number in numbers:
+    found = numbers(option, text, int)
+    for number in found:
         devices.check_positive(option, number)
-    return numbers
+    return found
 
 
 def chosen_rule(request: RequestOptions) -> EvictionConfig | None:

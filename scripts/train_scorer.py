@@ -27,10 +27,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 from tqdm import tqdm
 
@@ -39,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's o
 from inertiakv.models import Transformer, load_model
 from inertiakv.models.encoding import encode_text
 from inertiakv.scoring.learned import RANK, save_scorer, settings_path
-from inertiakv.scripts.cli import options, program
+from inertiakv.scripts.cli import program
+from inertiakv.scripts.cli.arguments import Switch, parse
 from inertiakv.scripts.cli.console import say
 from inertiakv.scripts.cli.machine import ModelOptions, check_device, loading
 from inertiakv.scripts.cli.prompts import read_text
@@ -54,11 +54,11 @@ SAVE_EVERY = 10
 class TextOptions:
     """What the model reads while its attention is watched."""
 
-    text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...", help_behavior_hint="")] = ()
+    text: tuple[Path, ...] = ()
     """Text files in UTF-8, joined and cut into pieces."""
     length: int = 1024
     """Tokens of a piece. Queries come from its second half."""
-    note: Annotated[str | None, tyro.conf.arg(help_behavior_hint="")] = None
+    note: str | None = None
     """What the texts are, for the settings file."""
 
 
@@ -75,7 +75,7 @@ class TrainingOptions:
     falls to nothing along a cosine."""
     seed: int = 0
     """Of everything random."""
-    resume: options.Switch = False
+    resume: Switch = False
     """Go on with a run of the same options that was broken off."""
 
 
@@ -90,7 +90,7 @@ class OutputOptions:
 
     out: Path = Path("scorer.safetensors")
     """The scorer's file; its settings are written beside it, as .json."""
-    json: options.Switch = False
+    json: Switch = False
     """Print the settings and results as one JSON object, and nothing else, to stdout."""
 
 
@@ -107,9 +107,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program.run(
-        lambda: run(options.parse(Arguments, argv, prog="train_scorer.py", description=__doc__ or ""))
-    )
+    return program.run(lambda: run(parse(Arguments, argv, __doc__)))
 
 
 def run(args: Arguments) -> None:

@@ -23,7 +23,7 @@ from inertiakv.models.config import parse_dtype
 from inertiakv.scripts import plan
 from inertiakv.scripts.benchmarking import results, traffic
 from inertiakv.scripts.benchmarking.shapes import SHAPES, random_model, shape
-from inertiakv.scripts.cli import options
+from inertiakv.scripts.cli import arguments
 from inertiakv.scripts.planning import check, devices, speed, tables
 from inertiakv.scripts.planning.devices import Device
 from inertiakv.scripts.planning.rank import Rank, rank_of
@@ -525,7 +525,7 @@ def test_the_page_on_the_largest_backbone_is_what_its_command_gives() -> None:
     page = (ROOT / "benchmarks" / "llama-3.3-70b-plan.md").read_text()
     command = page.split("`")[1]
     argv = shlex.split(command)[2:]
-    args = options.parse(plan.Arguments, argv, prog="plan.py", description="")
+    args = arguments.parse(plan.Arguments, argv, "")
     asked = plan.make(args)
     assert {1, 64} <= set(asked.batches)
     assert list(asked.ranks) == [2, 4]

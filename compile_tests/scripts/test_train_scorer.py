@@ -155,7 +155,7 @@ def test_another_seed_is_another_scorer(cli: Cli, tmp_path: Path) -> None:
         (("--lr", "nan"), "--lr must be a number above 0, got nan"),
         (("--device", "nowhere"), "device 'nowhere' cannot be used: "),
         (("--resume",), "nothing to resume: there is no "),
-        (("--sepps", 3), "Unrecognized options"),
+        (("--sepps", 3), "unrecognized arguments"),
     ],
 )
 def test_options_that_cannot_be(
