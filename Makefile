@@ -4,15 +4,16 @@
 
 PYTHON      ?= python3
 VENV        ?= .venv
+WORKERS     ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 REPRODUCE_ARGS ?=
 
-BIN   := $(VENV)/bin
-STAMP := $(VENV)/.installed
-TORCH := $(shell sed -n 's/^torch==/&/p' constraints.txt)
-TYPED := inertiakv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+TORCH  := $(shell sed -n 's/^torch==/&/p' constraints.txt)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 OLDEST := .oldest
 OLDEST_VERSION := $(shell sed -n 's/^transformers==//p' oldest.txt)
@@ -21,7 +22,7 @@ ON_TRANSFORMERS := compile_tests/integrations \
 	$(patsubst %,compile_tests/models/test_%.py,checkpoint hub config transformer moe rope)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-oldest lint format bench reproduce clean
+.PHONY: help install demo check test test-fast test-oldest lint types format bench reproduce clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -32,18 +33,26 @@ demo: $(STAMP) ## Answer a question about a long text: full cache and InertiaKV-
 	cat scripts/demo/lighthouse.txt scripts/demo/question.txt | \
 		$(BIN)/python scripts/decode.py - --policy lazy4 --compare full --max-new-tokens 32 $(DEMO_ARGS)
 
-test: $(STAMP) ## Run the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+check: $(STAMP) ## While you work: lint, types and fast tests side by side, in about a minute
+	@$(MAKE) --no-print-directory --output-sync -j3 lint types test-fast
+
+test: $(STAMP) ## Before you push: all tests, compiled ones and those with real weights among them
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-fast: $(STAMP) ## Run the tests that need neither real weights nor the compiler
+	$(PYTEST) -q -m "not real and not slow" --no-compiler -r fE $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.installed ## Run the tests of what uses transformers with the oldest one supported
 	@$(WITH_OLDEST) -c 'import transformers as t; t.__version__ == "$(OLDEST_VERSION)" or \
 		exit(f"transformers {t.__version__} is imported, not $(OLDEST_VERSION): {t.__file__}")'
-	$(WITH_OLDEST) -m pytest -m "not real and not slow" $(ON_TRANSFORMERS) $(PYTEST_ARGS)
+	$(WITH_OLDEST) -m pytest -n $(WORKERS) -m "not real and not slow" $(ON_TRANSFORMERS) $(PYTEST_ARGS)
 
-lint: $(STAMP) ## Check style, format and types
+lint: $(STAMP) ## Check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(TYPED)
+
+types: $(STAMP) ## Check types
+	$(BIN)/mypy inertiakv
 
 format: $(STAMP) ## Rewrite the files in the project's style
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,7 @@
-"""Settings of all tests: reproducible examples, and one thread for models too small to share."""
+"""Settings of all tests: reproducible examples, one thread for small models, and `--no-compiler`."""
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 import torch
@@ -14,6 +15,20 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("reproducible")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-compiler", action="store_true", help="skip each test once it calls torch.compile")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fixtures of a wide scope may compile, too, so `torch.compile` is replaced before any of them runs."""
+    if config.getoption("--no-compiler"):
+
+        def skip(*_: object, **__: object) -> NoReturn:
+            pytest.skip("needs the compiler")
+
+        torch.compile = skip  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from inertiakv.scripts import decode, plan, trace, train_scorer
 from inertiakv.scripts import eval as evaluation
 from inertiakv.scripts import report as reporting
 from inertiakv.scripts.benchmarking.options import parse as parse_bench
-from inertiakv.scripts.cli import options
+from inertiakv.scripts.cli import arguments as parser
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -41,7 +41,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def read(arguments: type, argv: list[str]) -> Any:
-    return options.parse(arguments, argv, prog="", description="")
+    return parser.parse(arguments, argv, "")
 
 
 # Commands that take too long to run here, and what tells whether their arguments make sense.

@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
 from inertiakv import POLICIES, Decoder, EvictionConfig, Sampling, StopStrings, policy
@@ -32,8 +30,9 @@ from inertiakv.decoding.tensor_parallel import check_rule
 from inertiakv.models import load_model
 from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scoring.learned import check_file
-from inertiakv.scripts.cli import options, program, prompts
-from inertiakv.scripts.cli.console import Answer, LiveAnswer, PrefillBar, say
+from inertiakv.scripts.cli import program, prompts
+from inertiakv.scripts.cli.arguments import FieldsOf, Option, Switch, parse
+from inertiakv.scripts.cli.console import Detokenizer, PrefillBar, StreamPrinter, say
 from inertiakv.scripts.cli.machine import ModelOptions, check_device, loading
 from inertiakv.scripts.cli.report import Run, agreement, summary
 
@@ -41,33 +40,22 @@ DEFAULT_NEW_TOKENS = 256
 BOTH_POLICIES = ("compression", "budget", "sinks", "recent")
 """Eviction options that hold for the compared policy, too: how much is kept. The rest is a policy's own."""
 
-Text = Annotated[str | None, tyro.conf.arg(help_behavior_hint="")]
-File = Annotated[Path | None, tyro.conf.arg(help_behavior_hint="")]
-_POLICY = tyro.extras.literal_type_from_choices(tuple(POLICIES))
-
-EvictionOptions = options.partial(
-    EvictionConfig, "Any field of the policy's, set to another value.", default="(default: the policy's)"
-)
-SamplingOptions = options.partial(
-    Sampling, "How tokens are chosen. Filters apply in the order top-k, top-p, min-p, after the temperature."
-)
-
 
 @dataclass(frozen=True)
 class PromptOptions:
     """Exactly one of -, --prompt, --prompt-file and --prompts-jsonl."""
 
-    stdin: Annotated[Text, tyro.conf.Positional, tyro.conf.arg(metavar="[-]")] = None
+    stdin: Annotated[str | None, Option(metavar="-", positional=True)] = None
     """A lone dash: the prompt comes from stdin."""
-    prompt: Text = None
+    prompt: str | None = None
     """The prompt itself."""
-    prompt_file: File = None
+    prompt_file: Path | None = None
     """A text file; the newline at its end is not part of the prompt."""
-    prompts_jsonl: File = None
+    prompts_jsonl: Path | None = None
     """Several prompts, answered as one batch: {"prompt": TEXT} or {"messages": [...]} in each line."""
-    system: Text = None
+    system: str | None = None
     """A system message before each prompt."""
-    raw: options.Switch = False
+    raw: Switch = False
     """Give the model the text as it is, without the chat template."""
 
 
@@ -75,36 +63,36 @@ class PromptOptions:
 class PolicyOptions:
     """By which rule tokens are evicted."""
 
-    policy: Annotated[str, tyro.conf.arg(constructor=_POLICY, help_behavior_hint="(default: inertiakv)")] = (
-        "inertiakv"
-    )
+    policy: Annotated[str, Option("NAME", choices=tuple(POLICIES))] = "inertiakv"
     """A named rule; full keeps every token."""
-    compare: Annotated[str | None, tyro.conf.arg(constructor=_POLICY, help_behavior_hint="")] = None
+    compare: Annotated[str | None, Option("NAME", choices=tuple(POLICIES))] = None
     """A second policy to answer the same prompts afterwards. --compression, --budget, --sinks and --recent
     hold for both policies, the other eviction options for --policy alone."""
-    eviction: Annotated[Any, tyro.conf.arg(constructor=EvictionOptions)] = field(
-        default_factory=EvictionOptions
-    )
+    eviction: Annotated[
+        dict[str, Any],
+        FieldsOf(EvictionConfig, "Fields of the policy to set to other values than its own."),
+    ] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
     """Where an answer ends, and how its tokens are chosen."""
 
-    max_new_tokens: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: 256)")] = None
+    max_new_tokens: Annotated[int | None, Option(default=str(DEFAULT_NEW_TOKENS))] = None
     """Tokens of an answer at most."""
-    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    stop: Annotated[tuple[str, ...], Option(repeat=True)] = ()
     """End an answer before this text. May be given several times."""
-    sampling: Annotated[Any, tyro.conf.arg(constructor=SamplingOptions)] = field(
-        default_factory=SamplingOptions
-    )
+    sampling: Annotated[
+        dict[str, Any],
+        FieldsOf(Sampling, "How tokens are chosen. The filters apply in this order, after the temperature."),
+    ] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class MachineOptions(ModelOptions):
     """What computes, and how."""
 
-    quantize: Annotated[Literal["int8"] | None, tyro.conf.arg(help_behavior_hint="")] = None
+    quantize: Literal["int8"] | None = None
     """Weights of linear layers as int8, half of bfloat16's bytes. Needs torchao."""
     attention: Literal["auto", "dense", "flex"] = "auto"
     """auto: the faster one on the device."""
@@ -116,7 +104,7 @@ class MachineOptions(ModelOptions):
 class OwnMachineOptions(MachineOptions):
     """What computes, and how."""
 
-    check_ranks: options.Switch = False
+    check_ranks: Switch = False
     """For debugging, with torchrun: see at every step that all processes agree."""
 
 
@@ -124,9 +112,9 @@ class OwnMachineOptions(MachineOptions):
 class OutputOptions:
     """What is printed. Answers to several prompts come at the end, under their numbers."""
 
-    stream: Annotated[bool | None, tyro.conf.arg(help_behavior_hint="(default: stream one prompt's)")] = None
+    stream: Annotated[bool | None, Option(default="for a single prompt")] = None
     """Print an answer as it comes."""
-    json: options.Switch = False
+    json: Switch = False
     """Print one JSON object with the answers and every number, and nothing else, to stdout."""
 
 
@@ -140,9 +128,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program.run(
-        lambda: decode(options.parse(Arguments, argv, prog="decode.py", description=__doc__ or ""))
-    )
+    return program.run(lambda: decode(parse(Arguments, argv, __doc__)))
 
 
 def decode(args: Arguments) -> None:
@@ -154,17 +140,17 @@ def decode(args: Arguments) -> None:
 
 
 def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
-    """Answer the prompts with each policy. What is wrong by itself is found before the model is loaded."""
+    """Answer the prompts with each policy. Mistakes in the options are found before the model is loaded."""
     policies = choose_policies(args.policy)
     for _, eviction in policies:
         check_rule(eviction, tp)
         if eviction is not None and eviction.scorer_file is not None:
             check_file(eviction.scorer_file)
-    sampling = Sampling(**options.given(args.answer.sampling))
+    sampling = Sampling(**args.answer.sampling)
     if tp.size > 1 and args.prompt.stdin is not None:
         raise ValueError(f"{tp.size} processes cannot all read a prompt from stdin: give --prompt-file FILE")
     given = read_prompts(args.prompt)
-    live = choose_live(args.output, len(given))
+    streaming = choose_streaming(args.output, len(given))
     if "" in args.answer.stop:
         raise ValueError("--stop needs a text that is not empty")
 
@@ -174,11 +160,10 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
         model, tokenizer = load(args.machine, tp)
         seconds = time.perf_counter() - start
         rows = [prompts.encode(tokenizer, p, raw=args.prompt.raw, system=args.prompt.system) for p in given]
-    max_new_tokens = choose_length(
-        args.answer.max_new_tokens, max(map(len, rows)), model.config.max_positions
-    )
+    longest = max(map(len, rows))
+    max_new_tokens = choose_length(args.answer.max_new_tokens, longest, model.config.max_positions)
     stop = StopStrings(tokenizer, args.answer.stop) if args.answer.stop else None
-    answer = Answer(tokenizer, model.config.eos_token_ids, stop)
+    detokenizer = Detokenizer(tokenizer, model.config.eos_token_ids, stop)
     about = {
         "name": args.machine.model,
         "source": str(model.source),
@@ -190,19 +175,19 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
 
     runs = []
     for name, eviction in policies:
-        heading = f"=== {name} ===" if len(policies) > 1 else None
-        if heading and not args.output.json:
-            print(heading, flush=True)
-        watcher = LiveAnswer(answer) if live else stop
-        tell = watcher.say if isinstance(watcher, LiveAnswer) else say
-        decoder = make_decoder(model, eviction, args.machine, tell)
+        if len(policies) > 1 and not args.output.json:
+            print(f"=== {name} ===", flush=True)
+        printer = StreamPrinter(detokenizer) if streaming else None
+        decoder = make_decoder(model, eviction, args.machine, printer.say if printer else say)
         with contextlib.closing(PrefillBar(sum(map(len, rows)))) as bar:
-            out = decoder.generate(rows, max_new_tokens, sampling=sampling, stop=watcher, progress=bar)
-        if isinstance(watcher, LiveAnswer):
-            watcher.end()
-        texts = [answer.text(tokens) for tokens in out.tokens]
+            out = decoder.generate(
+                rows, max_new_tokens, sampling=sampling, stop=printer or stop, progress=bar
+            )
+        texts = [detokenizer.text(tokens) for tokens in out.tokens]
         runs.append(Run(about, name, eviction, out, texts, seconds))
-        if not live and not args.output.json:
+        if printer:
+            printer.end()
+        elif not args.output.json:
             print_answers(texts)
     if args.output.json:
         print(json.dumps(as_json(runs)))
@@ -212,7 +197,7 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
 def make_decoder(
     model: Any, eviction: EvictionConfig | None, args: OwnMachineOptions, tell: Callable[[str], None]
 ) -> Decoder:
-    """One that tells the user of what takes a while."""
+    """A decoder that reports its slow parts to `tell`."""
     return Decoder(
         model,
         eviction,
@@ -226,7 +211,7 @@ def make_decoder(
 
 def choose_policies(args: PolicyOptions) -> list[tuple[str, EvictionConfig | None]]:
     """Names and configs of the policies to run. Raises ValueError for options that none of them would use."""
-    given = options.given(args.eviction)
+    given = args.eviction
     if args.compare is None:
         return [(args.policy, policy(args.policy, **given))]
     shared = {name: value for name, value in given.items() if name in BOTH_POLICIES}
@@ -268,7 +253,7 @@ def read_prompts(args: PromptOptions) -> list[prompts.Prompt]:
     return [prompts.from_stdin()]
 
 
-def choose_live(args: OutputOptions, count: int) -> bool:
+def choose_streaming(args: OutputOptions, count: int) -> bool:
     """Whether the answer is printed as it comes. Raises ValueError where --stream would be ignored."""
     if args.stream and args.json:
         raise ValueError("--stream has no effect with --json, which prints one object at the end")
@@ -278,7 +263,9 @@ def choose_live(args: OutputOptions, count: int) -> bool:
 
 
 def load(args: MachineOptions, tp: TensorParallel = SINGLE_PROCESS) -> tuple[Any, Any]:
-    """Model and tokenizer. Raises ValueError for what keeps it from being loaded."""
+    """Model and tokenizer. Raises ValueError if it cannot be loaded."""
+    if args.quantize is not None:
+        program.require("quant", "torchao")
     with loading():
         return load_model(args.model, dtype=args.dtype, device=args.device, quantize=args.quantize, tp=tp)
 

@@ -37,8 +37,6 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
 from inertiakv.compiling.collectives import TensorParallel
@@ -52,37 +50,34 @@ from inertiakv.evals.run import Evaluation, count, make_groups
 from inertiakv.evals.run_meta import NAME, read_meta
 from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scripts import decode
-from inertiakv.scripts.cli import options, program
+from inertiakv.scripts.cli import program
+from inertiakv.scripts.cli.arguments import Option, Switch, numbers, parse
 from inertiakv.scripts.cli.console import say
 from inertiakv.scripts.cli.machine import check_device, loading
 from inertiakv.scripts.evaluating import meta
 from inertiakv.scripts.evaluating.process import Process, run
 from inertiakv.scripts.evaluating.progress import RecordBar, note, summary
 
-List = Annotated[str | None, tyro.conf.arg(metavar="N,...", help_behavior_hint="")]
+List = Annotated[str | None, Option(metavar="N,...")]
 
 
 @dataclass(frozen=True)
 class TaskOptions:
     """What is asked."""
 
-    tasks: Annotated[str, tyro.conf.arg(metavar="TASK,...")]
+    tasks: Annotated[str, Option(metavar="TASK,...")]
     """Benchmarks, and tasks of benchmarks."""
     lengths: List = None
     """Tokens of prompt and answer together, for tasks that make prompts of any length."""
-    samples: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: all there are)")] = None
+    samples: Annotated[int | None, Option(default="all there are")] = None
     """The first so many of each task and length."""
     seed: int = 42
     """Of what tasks make by chance."""
     template: Literal["chat", "none"] = "chat"
     """The tokenizer's chat template around a prompt, or the prompt as it is."""
-    essays: Annotated[
-        str | None, tyro.conf.arg(metavar="FILE|DIR|hub", help_behavior_hint="(default: the project's)")
-    ] = None
+    essays: Annotated[str | None, Option(metavar="FILE|DIR|hub", default="the project's")] = None
     """The text that needles are hidden in."""
-    data: Annotated[
-        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: from the hub)")
-    ] = None
+    data: Annotated[Path | None, Option(metavar="DIR", default="from the hub")] = None
     """The folder with the files of all benchmarks that have data."""
 
 
@@ -90,11 +85,9 @@ class TaskOptions:
 class RuleOptions:
     """By which rules tokens are evicted."""
 
-    policies: Annotated[str, tyro.conf.arg(metavar="NAME[:FIELD=VALUE...],...")] = "full,inertiakv"
+    policies: Annotated[str, Option(metavar="NAME[:FIELD=VALUE...],...")] = "full,inertiakv"
     """Named policies; full keeps every token."""
-    compression: Annotated[
-        str | None, tyro.conf.arg(metavar="X,...", help_behavior_hint="(default: 0.9)")
-    ] = None
+    compression: Annotated[str | None, Option(metavar="X,...", default="0.9")] = None
     """Shares of the prompt to evict."""
     budget: List = None
     """Instead: tokens that are kept."""
@@ -114,11 +107,11 @@ class MachineOptions(decode.MachineOptions):
 class OutputOptions:
     """Where the results go."""
 
-    out: Path = Path("results/eval")
+    out: Annotated[Path, Option(metavar="DIR")] = Path("results/eval")
     """A folder for run_meta.json and the records."""
-    resume: options.Switch = False
+    resume: Switch = False
     """Go on with what is there, or ask for more of the same model."""
-    json: options.Switch = False
+    json: Switch = False
     """Print one JSON object with the scores, and nothing else, to stdout."""
 
 
@@ -133,9 +126,7 @@ class Arguments:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "scripts/eval.py", *argv])
-    return program.run(
-        lambda: evaluate(options.parse(Arguments, argv, prog="eval.py", description=__doc__ or ""), command)
-    )
+    return program.run(lambda: evaluate(parse(Arguments, argv, __doc__), command))
 
 
 def evaluate(args: Arguments, command: str) -> None:
@@ -144,13 +135,14 @@ def evaluate(args: Arguments, command: str) -> None:
     process = Process.here(args.machine.tensor_parallel_size)
     rules = choose_rules(
         args.rule.policies.split(","),
-        options.numbers("compression", args.rule.compression, float),
-        options.numbers("budget", args.rule.budget, int),
+        numbers("compression", args.rule.compression, float),
+        numbers("budget", args.rule.budget, int),
     )
-    lengths = options.numbers("lengths", args.task.lengths, int)
+    lengths = numbers("lengths", args.task.lengths, int)
     with loading():  # of benchmarks, which need packages of their own
         names = registry.expand(args.task.tasks.split(","))
         check_tasks(args.task, names, lengths)
+        check_packages(args.task, names)
         check_budgets(rules, lengths)
         check_folder(args.output, process)
         essays = load_essays(args.task.essays) if registry.needing("essays", names) else None
@@ -225,6 +217,17 @@ def check_tasks(args: TaskOptions, names: Sequence[str], lengths: Sequence[int])
             raise ValueError(f"--{option} must be at least 1, got {least}")
     if args.data is not None and not args.data.is_dir():
         raise ValueError(f"--data {args.data} is no folder")
+
+
+def check_packages(args: TaskOptions, names: Sequence[str]) -> None:
+    """Raise ValueError where the extra `eval` is needed and not installed."""
+    benchmarks = {name.partition(":")[0] for name in names}
+    program.require(
+        "eval",
+        *(["wonderwords"] if "ruler" in benchmarks else []),
+        *(["rouge"] if "longbench" in benchmarks else []),
+        *(["datasets"] if benchmarks & {"longbench", "longbench-v2"} and args.data is None else []),
+    )
 
 
 def check_budgets(rules: Sequence[Rule], lengths: Sequence[int]) -> None:

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
@@ -41,7 +40,8 @@ from inertiakv.models.config import parse_dtype
 from inertiakv.models.hub import find_config
 from inertiakv.requests.prompts import check_positions
 from inertiakv.scripts.benchmarking.shapes import SHAPES
-from inertiakv.scripts.cli import options, program
+from inertiakv.scripts.cli import program
+from inertiakv.scripts.cli.arguments import Option, Switch, numbers, parse
 from inertiakv.scripts.planning import check, devices, report
 from inertiakv.scripts.planning.devices import Link
 from inertiakv.scripts.planning.plans import FULL, Plan
@@ -50,8 +50,7 @@ from inertiakv.scripts.planning.speed import Machine, Shares
 ALL_REDUCE_LATENCY = 10e-6
 """Seconds that an all-reduce takes however small it is."""
 
-NotGiven = tyro.conf.arg(help_behavior_hint="")
-Numbers = Annotated[str, tyro.conf.arg(metavar="N,...")]
+Numbers = Annotated[str, Option(metavar="N,...")]
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class ModelOptions:
     """A well-known shape (an unknown name lists them), a folder with a config.json, or a name on the hub."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Of activations and KV cache, and of weights that are not quantised; auto: as the config says."""
-    quantize: Annotated[Literal["int8"] | None, NotGiven] = None
+    quantize: Literal["int8"] | None = None
     """Weights of linear layers in one byte."""
 
 
@@ -70,21 +69,21 @@ class ModelOptions:
 class DeviceOptions:
     """On what it runs."""
 
-    device: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: this)")] = None
+    device: Annotated[str | None, Option(default="this")] = None
     """h200, h100, a100, rtx-4090, or this machine: its free memory, and its bandwidth as measured now."""
-    memory_gb: Annotated[float | None, NotGiven] = None
+    memory_gb: float | None = None
     """Instead, with a bandwidth: the memory of a device of yours."""
-    bandwidth_gb_per_s: Annotated[float | None, NotGiven] = None
+    bandwidth_gb_per_s: float | None = None
     """How fast it reads its memory."""
-    tflops: Annotated[float | None, NotGiven] = None
+    tflops: float | None = None
     """Its arithmetic; left out, arithmetic is taken to be no bottleneck."""
     usable: float = 0.9
     """Share of the memory that may be filled; the rest is for the driver, graphs, and fragments."""
     ranks: Numbers = "1"
     """Devices that a model is split over: heads, MLPs and the vocabulary head, evenly."""
-    interconnect_gb_per_s: Annotated[float | None, NotGiven] = None
+    interconnect_gb_per_s: float | None = None
     """Between ranks, for two all-reduces a layer and one more. Left out, they take no time."""
-    share: Annotated[float | None, NotGiven] = None
+    share: float | None = None
     """Share of the bandwidth that weights, K and V are read with, instead of those that were measured."""
 
 
@@ -100,9 +99,9 @@ class RequestOptions:
     """Rows that are decoded together."""
     policy: str = "inertiakv"
     """A named policy, set against the full cache; full: that alone."""
-    compression: Annotated[float | None, tyro.conf.arg(help_behavior_hint="(default: 0.9)")] = None
+    compression: Annotated[float | None, Option(default="0.9")] = None
     """Share of the prompt to evict."""
-    budget: Annotated[int | None, NotGiven] = None
+    budget: int | None = None
     """Instead: tokens to keep."""
 
 
@@ -110,13 +109,13 @@ class RequestOptions:
 class OutputOptions:
     """What becomes of it."""
 
-    json: options.Switch = False
+    json: Switch = False
     """Print one JSON object instead of tables."""
-    out: Annotated[Path | None, NotGiven] = None
+    out: Path | None = None
     """Also write the tables as a Markdown page."""
-    plot: Annotated[Path | None, NotGiven] = None
+    plot: Path | None = None
     """Also draw token/s and sessions against compression (needs the extra `plot`)."""
-    check: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...", help_behavior_hint="")] = ()
+    check: tuple[Path, ...] = ()
     """Plan nothing: set predictions against the steps in results files of scripts/bench.py."""
 
 
@@ -131,9 +130,7 @@ class Arguments:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "scripts/plan.py", *argv])
-    return program.run(
-        lambda: run(options.parse(Arguments, argv, prog="plan.py", description=__doc__ or ""), command)
-    )
+    return program.run(lambda: run(parse(Arguments, argv, __doc__), command))
 
 
 def run(args: Arguments, command: str) -> None:
@@ -163,13 +160,13 @@ def make(args: Arguments) -> Plan:
     config = read_config(args.model.model)
     dtype = config.stored_dtype if args.model.dtype == "auto" else parse_dtype(args.model.dtype)
     dtype = dtype or torch.bfloat16
-    ranks = options.numbers("ranks", args.device.ranks, int)
-    contexts = options.numbers("context", request.context, int)
-    batches = options.numbers("batch", request.batch, int)
+    ranks = numbers("ranks", args.device.ranks, int)
+    contexts = numbers("context", request.context, int)
+    batches = numbers("batch", request.batch, int)
     new_tokens = [request.new_tokens]
     names = ("ranks", "context", "batch", "new-tokens")
-    for option, numbers in zip(names, (ranks, contexts, batches, new_tokens), strict=True):
-        devices.check_positive(option, min(numbers))
+    for option, asked in zip(names, (ranks, contexts, batches, new_tokens), strict=True):
+        devices.check_positive(option, min(asked))
     changes = {"compression": request.compression, "budget": request.budget}
     rule = policy(request.policy, **{name: value for name, value in changes.items() if value is not None})
     draft = rule.draft + 1 if rule is not None and rule.draft else 0

@@ -20,36 +20,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
 from inertiakv.evals.reporting import figures, page
 from inertiakv.evals.reporting.paired import numbers
 from inertiakv.evals.reporting.runs import combine, read_run
-from inertiakv.scripts.cli import options, program
+from inertiakv.scripts.cli import program
+from inertiakv.scripts.cli.arguments import Option, Switch, parse
 from inertiakv.scripts.cli.console import say
 
 
 @dataclass(frozen=True)
 class Arguments:
-    folders: Annotated[
-        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...", help_behavior_hint="")
-    ]
+    folders: Annotated[tuple[Path, ...], Option(metavar="DIR", positional=True)]
     """Folders that scripts/eval.py has written."""
-    out: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: the first DIR)")] = None
+    out: Annotated[Path | None, Option(metavar="DIR", default="the first DIR")] = None
     """The folder that the report goes to."""
     reference: str = "full"
     """The policy that all others are compared with, beside inertiakv: at the same budget, but for the full
     cache."""
-    json: options.Switch = False
+    json: Switch = False
     """Print every mean and comparison as one object to stdout, and write nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program.run(
-        lambda: report(options.parse(Arguments, argv, prog="report.py", description=__doc__ or ""))
-    )
+    return program.run(lambda: report(parse(Arguments, argv, __doc__)))
 
 
 def report(args: Arguments) -> None:

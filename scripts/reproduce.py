@@ -25,15 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
 from inertiakv import POLICIES
 from inertiakv.evals import registry
 from inertiakv.scripts import eval as evaluation
 from inertiakv.scripts import report
-from inertiakv.scripts.cli import options, program
+from inertiakv.scripts.cli import program
+from inertiakv.scripts.cli.arguments import Option, parse
 from inertiakv.scripts.cli.console import say
 
 ALPHAS = (0.0, 0.3, 0.6, 0.9, 0.95)
@@ -118,19 +117,17 @@ class Arguments:
     """A folder, a name on the Hugging Face hub, or smollm2-135m."""
     scale: Literal["small", "full"] = "small"
     """About an hour on two cores, or the paper's setup."""
-    out: Path = Path("results/reproduction")
+    out: Annotated[Path, Option(metavar="DIR")] = Path("results/reproduction")
     """A folder for the parts and the report."""
-    batch: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: 8 small, 4 full)")] = None
+    batch: Annotated[int | None, Option(default="8 small, 4 full")] = None
     """Prompts that are read and answered together."""
-    data: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
+    data: Annotated[Path | None, Option(metavar="DIR")] = None
     """The folder with the files of all benchmarks that have data (LongBench, LongBench-v2, SQuAD, HotpotQA);
     else they come from the hub."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program.run(
-        lambda: reproduce(options.parse(Arguments, argv, prog="reproduce.py", description=__doc__ or ""))
-    )
+    return program.run(lambda: reproduce(parse(Arguments, argv, __doc__)))
 
 
 def reproduce(args: Arguments) -> None:

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
@@ -36,14 +35,15 @@ from inertiakv.evals.reporting import figures
 from inertiakv.evals.reporting.table import Table
 from inertiakv.scripts import decode
 from inertiakv.scripts.benchmarking import results
-from inertiakv.scripts.cli import options, program, prompts
+from inertiakv.scripts.cli import program, prompts
+from inertiakv.scripts.cli.arguments import Option, Switch, numbers, parse
 from inertiakv.scripts.cli.console import PrefillBar, say
 from inertiakv.scripts.cli.machine import check_device
 from inertiakv.scripts.tracing import analysis, plots, runs, tables, text
 from inertiakv.scripts.tracing.runs import Rules, Run
 from inertiakv.scripts.tracing.text import TracedText
 
-Names = Annotated[str, tyro.conf.arg(metavar="NAME,...|none")]
+Names = Annotated[str, Option(metavar="NAME,...|none")]
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class RuleOptions:
     """Named policies."""
     scorers: Names = "attention,value_norm,entropy,keydiff,key_norm,recency,random"
     """Scorers to set against attention, which is always among them."""
-    scorer_file: decode.File = None
+    scorer_file: Path | None = None
     """The weights of the scorer learned."""
     couplings: Names = "layer_temporal,temporal,layer"
     """Couplings: what of the stability is memory across steps, and what the weighting of layers."""
     step_alphas: Names = "none"
     """Memories from step to step, numbers from 0 to 1, whatever the coupling would give."""
-    compression: Annotated[float | None, tyro.conf.arg(help_behavior_hint="(default: 0.9)")] = None
+    compression: Annotated[float | None, Option(default="0.9")] = None
     """Share of the prompt to evict."""
-    budget: Annotated[int | None, tyro.conf.arg(help_behavior_hint="")] = None
+    budget: int | None = None
     """Instead: tokens that are kept."""
 
 
@@ -73,7 +73,7 @@ class RunOptions:
 
     steps: int = 64
     """Decode steps, each of which feeds a token. An answer may end sooner."""
-    ignore_eos: options.Switch = False
+    ignore_eos: Switch = False
     """Go on where an answer ends."""
 
 
@@ -89,11 +89,11 @@ class MachineOptions(decode.MachineOptions):
 class OutputOptions:
     """Where the results go."""
 
-    out: decode.File = None
+    out: Annotated[Path | None, Option(metavar="DIR")] = None
     """A folder for trace.json, tables.md, text.html and, where matplotlib is installed, plots."""
-    show: options.Switch = False
+    show: Switch = False
     """Print the text as each policy keeps it, too; in colours on a terminal, unless NO_COLOR is set."""
-    json: options.Switch = False
+    json: Switch = False
     """Print what trace.json says, and nothing else, to stdout."""
 
 
@@ -109,9 +109,7 @@ class Arguments:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "scripts/trace.py", *argv])
-    return program.run(
-        lambda: trace(options.parse(Arguments, argv, prog="trace.py", description=__doc__ or ""), command)
-    )
+    return program.run(lambda: trace(parse(Arguments, argv, __doc__), command))
 
 
 def trace(args: Arguments, command: str) -> None:
@@ -169,7 +167,7 @@ def read_rules(args: RuleOptions) -> Rules:
         names(args.policies),
         names(args.scorers),
         names(args.couplings),
-        options.numbers("step-alphas", None if args.step_alphas == "none" else args.step_alphas, float),
+        numbers("step-alphas", None if args.step_alphas == "none" else args.step_alphas, float),
         {name: value for name, value in kept.items() if value is not None},
         args.scorer_file,
     )

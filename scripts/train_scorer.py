@@ -23,10 +23,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 from tqdm import tqdm
 
@@ -36,7 +35,8 @@ from inertiakv.evals.reporting.table import aligned
 from inertiakv.models import Transformer, load_model
 from inertiakv.models.encoding import encode_text
 from inertiakv.scoring.learned import RANK, save_scorer, settings_path
-from inertiakv.scripts.cli import options, program
+from inertiakv.scripts.cli import program
+from inertiakv.scripts.cli.arguments import Switch, parse
 from inertiakv.scripts.cli.console import say
 from inertiakv.scripts.cli.machine import ModelOptions, check_device, loading
 from inertiakv.scripts.cli.prompts import read_text
@@ -51,11 +51,11 @@ TELL_EVERY = 10
 class TextOptions:
     """What the model reads."""
 
-    text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE...", help_behavior_hint="")] = ()
+    text: tuple[Path, ...] = ()
     """Text files in UTF-8, joined and cut into pieces."""
     length: int = 1024
     """Tokens of a piece. Queries come from its second half."""
-    note: Annotated[str | None, tyro.conf.arg(help_behavior_hint="")] = None
+    note: str | None = None
     """What the texts are, for the settings file."""
 
 
@@ -84,7 +84,7 @@ class OutputOptions:
 
     out: Path = Path("scorer.safetensors")
     """The scorer's file; its settings are written beside it, as .json."""
-    json: options.Switch = False
+    json: Switch = False
     """Print the settings and results as one JSON object, and nothing else, to stdout."""
 
 
@@ -97,9 +97,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program.run(
-        lambda: run(options.parse(Arguments, argv, prog="train_scorer.py", description=__doc__ or ""))
-    )
+    return program.run(lambda: run(parse(Arguments, argv, __doc__)))
 
 
 def run(args: Arguments) -> None:

@@ -14,7 +14,7 @@ from inertiakv.evals import registry
 from inertiakv.evals.rules import choose_rules
 from inertiakv.scripts import eval as evaluation
 from inertiakv.scripts import reproduce
-from inertiakv.scripts.cli import options
+from inertiakv.scripts.cli import arguments
 
 
 @pytest.mark.parametrize("scale", [reproduce.small, reproduce.full])
@@ -22,10 +22,10 @@ def test_parts_can_be_run(scale: Callable[[], dict[str, reproduce.Part]], tmp_pa
     asked = set()
     for part in scale().values():
         argv = reproduce.command(reproduce.Arguments(), tmp_path / "out", part)
-        args = options.parse(evaluation.Arguments, argv, prog="", description="")
+        args = arguments.parse(evaluation.Arguments, argv, "")
         rules = choose_rules(args.rule.policies.split(","), [float(args.rule.compression.split(",")[0])], [])
         asked |= {rule.policy for rule in rules}
-        lengths = options.numbers("lengths", args.task.lengths, int)
+        lengths = arguments.numbers("lengths", args.task.lengths, int)
         evaluation.check_tasks(args.task, registry.expand(args.task.tasks.split(",")), lengths)
     assert asked >= set(POLICIES)
 

@@ -187,7 +187,7 @@ def nodes_of_a_step(contender: ours.Ours) -> int:
         return lambda *args: ()  # the graph is not run
 
     graphs = Graphs(True, contender.device)
-    graphs._compile = lambda _, function, static, record: torch.compile(  # type: ignore[method-assign]
+    graphs._compile = lambda _, function, static, capture: torch.compile(  # type: ignore[method-assign]
         lambda *args: function(*args, **static), backend=backend, fullgraph=True, dynamic=False
     )
     with torch.no_grad():

@@ -19,10 +19,10 @@ from compile_tests.tiny_chat import BOS, EOS, set_eos, tiny_chat, tiny_tokenizer
 from inertiakv import EvictionConfig, StopStrings, policy
 from inertiakv.scripts import decode
 from inertiakv.scripts.cli import prompts
-from inertiakv.scripts.cli.console import Answer, LiveAnswer
+from inertiakv.scripts.cli.console import Detokenizer, StreamPrinter
 from inertiakv.scripts.cli.report import agreement
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = "The keeper counts the ships that pass, and writes down every one of them. " * 3
 
 JSON_FIELDS = [
@@ -132,13 +132,13 @@ def test_text_streams_and_equals_the_text_at_the_end(cli: Cli, monkeypatch: pyte
     argv = ("--prompt", TEXT, "--max-new-tokens", 20)
     text = cli(*argv, "--json").json["rows"][0]["text"]
     pieces: list[str] = []
-    whole = LiveAnswer._show
+    whole = StreamPrinter._print
 
-    def show(self: LiveAnswer, text: str) -> None:
+    def show(self: StreamPrinter, text: str) -> None:
         pieces.append(text)
         whole(self, text)
 
-    monkeypatch.setattr(LiveAnswer, "_show", show)
+    monkeypatch.setattr(StreamPrinter, "_print", show)
     for options in ((), ("--stream",)):
         pieces.clear()
         assert cli(*argv, *options).out == text + "\n"
@@ -190,7 +190,7 @@ def test_stop_strings(cli: Cli) -> None:
 def test_the_beginning_of_a_stop_string_is_held_back(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = tiny_tokenizer()
     stop = StopStrings(tokenizer, ["END.", "NEVER"])
-    live = LiveAnswer(Answer(tokenizer, (), stop))
+    live = StreamPrinter(Detokenizer(tokenizer, (), stop))
     tokens: list[int] = []
     shown, ended = [], []
     for token in tokenizer("NEEND.x", add_special_tokens=False).input_ids:
@@ -205,7 +205,7 @@ def test_the_beginning_of_a_stop_string_is_held_back(capsys: pytest.CaptureFixtu
 
 def test_what_is_held_back_comes_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = tiny_tokenizer()
-    live = LiveAnswer(Answer(tokenizer, (), StopStrings(tokenizer, ["END."])))
+    live = StreamPrinter(Detokenizer(tokenizer, (), StopStrings(tokenizer, ["END."])))
     ids = tokenizer("an EN", add_special_tokens=False).input_ids
     for n in range(1, len(ids) + 1):
         assert not live(0, ids[:n])
@@ -217,7 +217,7 @@ def test_what_takes_a_while_is_told_on_a_line_of_its_own(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = tiny_tokenizer()
-    live = LiveAnswer(Answer(tokenizer, (), None))
+    live = StreamPrinter(Detokenizer(tokenizer, (), None))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     live.say("compiling")
     live(0, tokenizer("an", add_special_tokens=False).input_ids[:1])
@@ -496,8 +496,9 @@ def test_the_default_length_makes_do_with_what_fits(cli: Cli, tmp_path: Path) ->
         ("--prompt a --device abacus", "device 'abacus' cannot be used"),
         ("--prompt a --attention flash", "flash"),
         ("--prompt a --stop=", "--stop needs a text that is not empty"),
-        ("--prompt a --promt b", "Unrecognized options: --promt"),
-        ("--prompt", "Missing value for argument '--prompt'"),
+        ("--prompt a --refresh sometimes", "argument --refresh: expected N|once, got 'sometimes'"),
+        ("--prompt a --promt b", "unrecognized arguments: --promt; did you mean --prompt?"),
+        ("--prompt", "argument --prompt: expected one argument"),
     ],
 )
 def test_wrong_command_lines(argv: str, message: str, cli: Cli) -> None:

@@ -23,7 +23,7 @@ from inertiakv.models.config import parse_dtype
 from inertiakv.scripts import plan
 from inertiakv.scripts.benchmarking import results, traffic
 from inertiakv.scripts.benchmarking.shapes import SHAPES, random_model, shape
-from inertiakv.scripts.cli import options
+from inertiakv.scripts.cli import arguments
 from inertiakv.scripts.planning import check, devices, report
 from inertiakv.scripts.planning.check import Measured
 from inertiakv.scripts.planning.devices import Device, Link
@@ -476,7 +476,7 @@ def test_the_page_on_the_largest_backbone_is_what_its_command_gives() -> None:
     """Run that command again where it is not."""
     page = (ROOT / "benchmarks" / "llama-3.3-70b-plan.md").read_text()
     command = page.split("`")[1]
-    asked = plan.make(options.parse(plan.Arguments, shlex.split(command)[2:], prog="plan.py", description=""))
+    asked = plan.make(arguments.parse(plan.Arguments, shlex.split(command)[2:], ""))
     assert {1, 64} <= set(asked.batches)
     assert list(asked.ranks) == [2, 4]
     assert report.page({**asked.as_json(), "command": command}, "llama-3.3-70b-plan.png") == page

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from inertiakv.compiling.graphs import Graphs
 from inertiakv.decoding import forward
 from inertiakv.decoding.batch import BatchState
-from inertiakv.decoding.conversation import Conversation
+from inertiakv.decoding.generation import ModelConversation
 from inertiakv.decoding.steps import decode_step
 from inertiakv.models.layers import MLP
 from inertiakv.models.moe import SparseMLP
@@ -74,8 +74,8 @@ def _evict_again(*args: Any) -> None:
         _evict_one(*args)
 
 
-def _no_head(rows: BatchState, hidden_BE: Tensor, *, greedy: bool) -> None:
-    rows.top_p_B.copy_(hidden_BE[:, 0])  # unused by greedy steps; without a use the layers were dead code
+def _no_head(batch: BatchState, hidden_BE: Tensor, *, greedy: bool) -> None:
+    batch.top_p_B.copy_(hidden_BE[:, 0])  # unused by greedy steps; without a use the layers were dead code
 
 
 PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
@@ -109,9 +109,10 @@ def run_step(contender: Ours, graphs: Graphs, name: str, refresh: bool) -> None:
     """One decode step. `name` is its key among the graphs."""
     decoder = contender.decoder
     assert decoder.cache is not None
-    aggregation = decoder.aggregation if refresh else None
-    model, cache, rows, method = decoder.model, decoder.cache, decoder.rows, decoder.method
-    graphs.run((name,), decode_step, model, cache, rows, method, aggregation, None, None, greedy=True)
+    if decoder.rule.refresh_due is not None:
+        decoder.rule.refresh_due.fill_(True)
+    args = (decoder.model, decoder.cache, decoder.batch, decoder.rule, None)
+    graphs.run((name,), decode_step, *args, scores=refresh, greedy=True)
 
 
 @contextlib.contextmanager
@@ -119,19 +120,19 @@ def _first_steps_profiled() -> Iterator[list[profile]]:
     """Collect a profile of every first step that runs in here."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no line for each start and stop
     runs: list[profile] = []
-    timed = Conversation.timed
+    timed = ModelConversation.timed
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
 
     @contextlib.contextmanager
-    def profiled(conversation: Conversation, part: Any) -> Iterator[None]:
+    def profiled(conversation: ModelConversation, part: Any) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if part == "first_step":
                 runs.append(stack.enter_context(profile(activities=activities)))
             with timed(conversation, part):
                 yield
 
-    with patch.object(Conversation, "timed", profiled):
+    with patch.object(ModelConversation, "timed", profiled):
         yield runs
 
 

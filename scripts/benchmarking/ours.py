@@ -106,7 +106,7 @@ class Ours(Contender):
     def extra(self) -> dict[str, Any]:
         return {
             "config": None if self.eviction is None else dataclasses.asdict(self.eviction),
-            "attention": self.decoder.method.backend,
+            "attention": self.decoder.rule.backend,
             "ms_by_kind": self._ms_by_kind(),
             "graphs": self.decoder.stats.graphs.counts(),
         }
@@ -147,4 +147,4 @@ def fill_instead_of_prefill(decoder: Decoder) -> None:
             hidden = decoder.model.config.hidden_size
             return torch.randn(len(rows), hidden, dtype=cache.dtype, device=cache.device)
 
-    decoder._engine.prefill = Filling()  # type: ignore[assignment]
+    decoder._runtime.prefill = Filling()  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Text to stdout as it comes; progress to stderr."""
+"""What a script prints: answers to stdout while they are decoded, progress to stderr."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from inertiakv.models.encoding import decode_answer
 
 
 def say(text: str) -> None:
-    """Tells the user what goes on."""
+    """Print a line of progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 class PrefillBar:
-    """Progress of prompts of `total` tokens in all, for `progress=` of a decoder. A bar on a terminal,
-    elsewhere a line."""
+    """Progress of a prefill of `total` tokens, for `Decoder.generate(progress=...)`: a bar on a terminal, one
+    line elsewhere."""
 
     def __init__(self, total: int) -> None:
         self.bar = tqdm(total=total, desc="prefill", unit=" tokens", disable=None, leave=False)
@@ -35,53 +35,56 @@ class PrefillBar:
         self.bar.close()
 
 
-class Answer:
-    """The text of an answer's tokens: without the token that ended it, and up to a stop string."""
+class Detokenizer:
+    """Token ids of an answer to its text: without the token that ended it, and up to a stop string."""
 
     def __init__(self, tokenizer: Any, eos_ids: Collection[int], stop: StopStrings | None) -> None:
         self.tokenizer, self.eos_ids, self.stop = tokenizer, eos_ids, stop
 
     def text(self, tokens: list[int]) -> str:
-        text = decode_answer(self.tokenizer, tokens, self.eos_ids)
+        return self.cut(decode_answer(self.tokenizer, tokens, self.eos_ids))
+
+    def cut(self, text: str) -> str:
         return text if self.stop is None else self.stop.cut(text)
 
 
-class LiveAnswer:
-    """Prints one answer as it comes. For `stop=` of a decoder, which hands it every token, and which it tells
-    when a stop string has come; the beginning of one is held back until it is clear that it is none."""
+class StreamPrinter:
+    """Prints one answer while it is decoded: `Decoder.generate(stop=...)` calls it with all tokens so far.
 
-    def __init__(self, answer: Answer) -> None:
-        self.answer = answer
-        self.stream = TextStream(answer.tokenizer)
-        self.text, self.shown, self.broken_at = "", 0, 0
+    Text that may be the beginning of a stop string is printed once it is clear that it is not.
+    """
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self.detokenizer = detokenizer
+        self.stream = TextStream(detokenizer.tokenizer)
+        self.text = ""
+        self.printed = 0
+        self.last_break = 0
+        """Characters printed when the last line break for a message was made."""
 
     def __call__(self, row: int, tokens: list[int]) -> bool:
-        if tokens[-1] not in self.answer.eos_ids:
+        """Whether a stop string has come."""
+        if tokens[-1] not in self.detokenizer.eos_ids:
             self.text += self.stream.push(tokens[-1])
-        stop = self.answer.stop
-        self._show(self.text[: len(self.text) - self._undecided()] if stop else self.text)
+        stop = self.detokenizer.stop
+        starts = {s[:n] for s in stop.strings for n in range(1, len(s))} if stop else set()
+        undecided = max((len(start) for start in starts if self.text.endswith(start)), default=0)
+        self._print(self.text[: len(self.text) - undecided])
         return stop is not None and stop(row, tokens)
 
     def say(self, text: str) -> None:
-        """As `say`, on a line of its own where a terminal shows the answer as well."""
-        if sys.stdout.isatty() and self.shown > self.broken_at:
-            text, self.broken_at = "\n" + text, self.shown
+        """`say`, on a line of its own where a terminal shows the answer, too."""
+        if sys.stdout.isatty() and self.printed > self.last_break:
+            text, self.last_break = "\n" + text, self.printed
         say(text)
 
     def end(self) -> None:
         self.text += self.stream.end()
-        self._show(self.text)
+        self._print(self.text)
         print(flush=True)
 
-    def _undecided(self) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
-        assert self.answer.stop is not None
-        beginnings = {s[:n] for s in self.answer.stop.strings for n in range(1, len(s))}
-        return max((len(start) for start in beginnings if self.text.endswith(start)), default=0)
-
-    def _show(self, text: str) -> None:
-        if self.answer.stop is not None:
-            text = self.answer.stop.cut(text)
-        if len(text) > self.shown:
-            print(text[self.shown :], end="", flush=True)
-            self.shown = len(text)
+    def _print(self, text: str) -> None:
+        new = self.detokenizer.cut(text)[self.printed :]
+        if new:
+            print(new, end="", flush=True)
+            self.printed += len(new)

@@ -1,4 +1,4 @@
-"""The device and the model that a script is told to use, and what can be wrong with them."""
+"""Options for the model and the device, and errors of both in one line."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-import tyro
+
+from inertiakv.scripts.cli.arguments import Option
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, and what computes."""
+    """Which model, and on which device."""
 
     model: str = "smollm2-135m"
     """A folder, a name on the Hugging Face hub, or smollm2-135m."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """auto: as the checkpoint has it."""
-    device: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: cuda, or else cpu)")] = None
+    device: Annotated[str | None, Option(metavar="DEVICE", default="cuda, or else cpu")] = None
     """cpu, cuda, cuda:1, ..."""
 
 
 def check_device(name: str | None) -> None:
-    """Raise ValueError for a device that is not there. None leaves the choice to `load_model`."""
+    """Raise ValueError for a device that cannot be used. None leaves the choice to `load_model`."""
     if name is None:
         return
     try:
@@ -37,7 +38,7 @@ def check_device(name: str | None) -> None:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Around `load_model`: what keeps a model from being loaded, as ValueError."""
+    """Around `load_model`: its errors as ValueError, but for a lack of memory."""
     try:
         yield
     except (RuntimeError, ImportError) as error:

@@ -1,8 +1,9 @@
-"""A script as a program: its exit code, and which of several processes, that torchrun has started, speaks."""
+"""A script as a program: exit codes, error messages, and which process of torchrun prints them."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -10,12 +11,12 @@ from datetime import timedelta
 
 import torch
 
-_STORE_PATIENCE = timedelta(seconds=10)
+_STORE_TIMEOUT = timedelta(seconds=10)
 
 
 def run(main: Callable[[], None]) -> int:
-    """Call `main` and return the exit code of the process: 2, and one line on stderr, for what a user got
-    wrong. What several processes would say is said by the one that comes first."""
+    """Call `main` and return the exit code of the process: 2, with one line on stderr, for a user's mistake.
+    Under torchrun, of processes with the same message only the first prints it."""
     try:
         main()
         sys.stdout.flush()
@@ -26,15 +27,22 @@ def run(main: Callable[[], None]) -> int:
         return 141
     except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
         line = _one_line(error)
-        if _is_news(line, lost=isinstance(error, ConnectionError)):
+        if _is_first(line, lost_peer=isinstance(error, ConnectionError)):
             print(f"error: {line}", file=sys.stderr, flush=True)
         return 2
     return 0
 
 
+def require(extra: str, *packages: str) -> None:
+    """Raise ValueError for packages of an extra that are not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"this needs {' and '.join(missing)}: pip install 'inertiakv[{extra}]'")
+
+
 @contextlib.contextmanager
 def silence(wanted: bool) -> Iterator[None]:
-    """Let nothing be printed where this is `wanted`."""
+    """Print nothing, if `wanted`."""
     if not wanted:
         yield
         return
@@ -52,19 +60,19 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or "out of memory"
 
 
-def _is_news(line: str, *, lost: bool) -> bool:
-    """Whether no other process of torchrun's has said so; where this one has `lost` another, whether none has
-    said anything, since what that one had to say tells more. They ask torchrun itself, which outlives them.
-    """
+def _is_first(line: str, *, lost_peer: bool) -> bool:
+    """Whether no other process of torchrun has printed this line. A process that only lost its peer prints
+    nothing once any other has printed an error, which is the cause. torchrun's own store counts the lines: it
+    outlives the processes."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     from torch.distributed import TCPStore
 
     try:
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(*place, timeout=_STORE_PATIENCE, wait_for_workers=False)
+        store = TCPStore(*place, timeout=_STORE_TIMEOUT, wait_for_workers=False)
         attempt = "said {TORCHELASTIC_RUN_ID} {TORCHELASTIC_RESTART_COUNT}".format(**os.environ)
         first, new = (store.add(key, 1) == 1 for key in (attempt, f"{attempt} {line}"))
-    except (RuntimeError, KeyError):  # said twice is better than not at all
+    except (RuntimeError, KeyError):  # no store: better twice than not at all
         return True
-    return first if lost else new
+    return first if lost_peer else new
