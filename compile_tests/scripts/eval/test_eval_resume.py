@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from compile_tests.evals.fake_benchmarks import FakeDataTask, FakeTask
 from compile_tests.scripts.eval.folders import ARGV, Cli, contents, run_meta
 from inertiakv.evals.records import Record, RecordFile, read_records
-from inertiakv.evals.reporting.runs import read_run
-from inertiakv.evals.reporting.suites import combine
+from inertiakv.evals.reporting.runs import combine, read_run
 from inertiakv.scripts import report
 
 
