@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from inertiakv.cache.memory import peak_bytes
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
@@ -240,6 +239,8 @@ def _read(
 @torch.no_grad()
 def _fill(views: dict[str, Tensor], tensors: Mapping[str, FileTensor], tp: TensorParallel) -> int:
     """Fills the parameters from the files; the number of bytes read."""
+    from tqdm import tqdm  # comes with transformers; nothing else here needs it
+
     shapes = {name: tuple(view.shape) for name, view in views.items()}
     total, num_bytes = sum(entry.num_bytes for entry in tensors.values()), 0
     hide = total < _PROGRESS_BYTES or None  # None: unless stderr is a terminal
