@@ -125,7 +125,7 @@ class LongBench(_Documents):
     def sample(self, length: int | None, index: int) -> Sample:
         row, prompt = self._rows[index], self._prompt
         text = prompt.text.format(context=row["context"], input=row["input"])
-        facts = {key: row[key] for key in ("_id", "length") if key in row}
+        facts: Row = {key: row[key] for key in ("_id", "length") if key in row}
         return self._sample(index, text, row["answers"], prompt.max_new_tokens, facts, prompt.chat)
 
     def score(self, prediction: str, sample: Sample) -> float:
