@@ -211,8 +211,10 @@ def run_steps(decoder: Decoder, number: int) -> None:
 
 
 def compiled_steps(decoder: Decoder) -> dict[str, Replayed]:
-    """The compiled steps by what they are for."""
-    return {key[0]: replayed for key, replayed in decoder.graphs._passes.items()}
+    """The compiled steps of the cache there is, by what they are for."""
+    assert decoder.cache is not None
+    shape = decoder.cache.shape
+    return {key[0]: replayed for key, replayed in decoder.graphs._passes.items() if shape in key}
 
 
 def replayed_calls(decoder: Decoder, name: str) -> list[tuple[Any, Any]]:

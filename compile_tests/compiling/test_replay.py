@@ -25,7 +25,7 @@ def decoder(model: torch.nn.Module) -> Decoder:
 
 
 def eager(model: torch.nn.Module, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    return Decoder(model, CONFIG, compile=False).generate(PROMPTS, tokens, eos_token_ids=[]).tokens
+    return Decoder(model, CONFIG, compile=False).generate(prompts, tokens, eos_token_ids=[]).tokens
 
 
 def test_steps_are_replayed_from_their_third_run_on(model: torch.nn.Module, decoder: Decoder) -> None:

@@ -568,7 +568,7 @@ def test_json(cli: Cli, everything: list[Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ([], "give at least one folder"),
+        ([], "arguments are required: DIR"),
         (["{folder}", "--reference", "lazy9"], "--reference lazy9 was not run; choose from full, lazy4"),
         (["{folder}", "--json", "--out", "x"], "--out has no effect with --json"),
         (["{folder}/none"], "holds no records.jsonl"),
