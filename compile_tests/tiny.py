@@ -19,8 +19,8 @@ from inertiakv.compiling.fingerprint import fingerprint
 from inertiakv.compiling.graphs import Graphs
 from inertiakv.compiling.replay import Replayed
 from inertiakv.decoding.batch import BatchState
+from inertiakv.decoding.decoding_rule import DecodingRule
 from inertiakv.decoding.forward import ForwardPass
-from inertiakv.decoding.rule import DecodingRule
 from inertiakv.decoding.steps import decode_step
 from inertiakv.models import ModelConfig, Transformer, parse_config
 from inertiakv.scoring.scorers import Evidence, random
@@ -207,14 +207,14 @@ def prompt_logits(decoder: Decoder) -> Tensor:
 def run_steps(decoder: Decoder, number: int) -> None:
     """Greedy decode steps whose tokens are not read."""
     for _ in range(number):
-        decoder._current().decode_step(greedy=True)
+        decoder._current().run_step(greedy=True)
 
 
 def compiled_steps(decoder: Decoder) -> dict[str, Replayed]:
     """The compiled steps of the cache there is, by what they are for."""
     assert decoder.cache is not None
     shape = decoder.cache.shape
-    return {key[0]: replayed for key, replayed in decoder.graphs._passes.items() if shape in key}
+    return {key[0]: replayed for key, replayed in decoder.graphs._compiled.items() if shape in key}
 
 
 def replayed_calls(decoder: Decoder, name: str) -> list[tuple[Any, Any]]:

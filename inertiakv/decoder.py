@@ -15,10 +15,10 @@ from .compiling.graphs import Graphs
 from .config import EvictionConfig
 from .decoding import saving
 from .decoding.batch import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, BatchState
+from .decoding.decoding_rule import DecodingRule
 from .decoding.generation import GenerationLoop, ModelConversation, Stop
 from .decoding.prefill import Progress
 from .decoding.recording import Recording
-from .decoding.rule import DecodingRule
 from .decoding.runtime import Runtime
 from .model import LanguageModel
 from .requests.prompts import Prompts, check_positions, count_rows, is_single, to_rows
@@ -35,8 +35,7 @@ class Decoder:
     goes on with it, `save` and `load` carry it over. Buffers and graphs stay for the next conversation, which
     compiles nothing where its shapes fit theirs.
 
-    * `model`: offers `model(tokens_BT, positions_BT, cache) -> hidden_BTE`, `model.head(hidden) -> logits`,
-      `model.dtype`, `model.device` and sizes in `model.config`, as `models.Transformer` does.
+    * `model`: offers what `inertiakv.model.LanguageModel` says, as `inertiakv.models.Transformer` does.
     * `eviction`: the rule; None keeps every token.
     * `compile`: run the decode step as compiled graphs; without, the same functions run eagerly.
     * `attention`: "dense", "flex", or "auto" for the faster one on the model's device.

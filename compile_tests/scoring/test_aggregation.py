@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inertiakv import EvictionConfig
-from inertiakv.decoding.rule import DecodingRule
+from inertiakv.decoding.decoding_rule import DecodingRule
 from inertiakv.scoring.aggregation import layer_coefficients, updated
 
 LAYERS = 8

@@ -1,4 +1,5 @@
-"""The mask rule, for single slots and for whole blocks of them.
+"""The mask rule, for single slots and for whole blocks of them. `flex.py` says it again as a `mask_mod`, and
+`dense.py` reads prompts without a mask where causality says the same.
 
 Slot n is seen by a query at position p iff 0 <= position[n] <= p, and p - position[n] < window where the
 layer has a sliding window. A query at position -1 (padding, a finished row) sees nothing. With this rule

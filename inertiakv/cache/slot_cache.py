@@ -217,8 +217,8 @@ class SlotCache(nn.Module):
         one layer of this cache lies beside the source.
         """
         moved: list[tuple[Tensor, list[list[int]]]] = []
-        for mine_table, their_table, kept_BXN in zip(self.retention, source.retention, keep_BXN, strict=True):
-            slots_BXK, count_BX = mine_table.take_from(their_table, kept_BXN)
+        for mine_sets, their_sets, kept_BXN in zip(self.retention, source.retention, keep_BXN, strict=True):
+            slots_BXK, count_BX = mine_sets.take_from(their_sets, kept_BXN)
             moved.append((slots_BXK, count_BX.tolist()))
         for index, (mine, theirs) in enumerate(zip(self.layers, source.layers, strict=True)):
             mine.allocate()

@@ -40,7 +40,7 @@ class Graphs:
     device: torch.device
     on_compile: Callable[[str], None] | None = None
     stats: GraphStats = field(default_factory=GraphStats)
-    _passes: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict)
+    _compiled: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def run(
         self,
@@ -57,11 +57,11 @@ class Graphs:
             return function(*args, **static)
         if capture and self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        if key in self._passes:
-            return self._passes[key](*args)
+        if key in self._compiled:
+            return self._compiled[key](*args)
         start = time.perf_counter()
         with no_garbage_collection():
-            self._passes[key] = compiled = self._compile(str(key[0]), function, static, capture)
+            self._compiled[key] = compiled = self._compile(str(key[0]), function, static, capture)
             from torch._dynamo.utils import counters  # imported late: the compiler takes seconds to import
 
             breaks = counters["graph_break"].total()
@@ -72,7 +72,7 @@ class Graphs:
 
     def drop_captures(self) -> None:
         """Release the buffers that captures keep alive. The next run captures again."""
-        for compiled in self._passes.values():
+        for compiled in self._compiled.values():
             if isinstance(compiled, Replayed):
                 compiled.drop_capture()
 

@@ -16,7 +16,7 @@ from ..cache.budgets import Budgets
 from ..cache.slot_cache import SlotCache
 from ..config import EvictionConfig
 from .batch import BatchState
-from .rule import DecodingRule
+from .decoding_rule import DecodingRule
 
 
 class Conversation:
@@ -35,7 +35,7 @@ class Conversation:
         for sets, of_rows in zip(self.cache.retention, budgets.by_layer, strict=False):
             sets.budget_BX.copy_(torch.tensor(of_rows)[:, None])
 
-    def evict(self, keep_BXN: Sequence[Tensor], target: SlotCache) -> None:
+    def keep_only(self, keep_BXN: Sequence[Tensor], target: SlotCache) -> None:
         """Evict all tokens but those marked, and go on in `target`, which may be the cache there is."""
         if target is self.cache:
             self.cache.keep(keep_BXN)

@@ -90,7 +90,7 @@ class ForwardPass:
         self.cache, self.state = cache, state
         self.shared = cache.shape.scope == "shared"
         self.coefficients = coefficients if coefficients is not None and state.scorer else {}
-        self.scores: dict[int, Tensor] = {}  # of each layer, where the pass records them
+        self.layer_scores: dict[int, Tensor] = {}  # of each layer, where the pass records them
         self._scoring = self._plain = flatten()
 
     def begin(self) -> None:
@@ -122,7 +122,7 @@ class ForwardPass:
         )
         utility_BXN.copy_(self.state.tp.mean(new_BXN) if index == max(self.coefficients) else new_BXN)
         if score:
-            self.scores[index] = score[0]
+            self.layer_scores[index] = score[0]
         return x_BTE
 
     def finish(self) -> None:

@@ -74,8 +74,8 @@ class ModelConversation(Conversation):
 
     def read_prompts(self, rows: list[list[int]], new_tokens: int, progress: Progress | None) -> None:
         """Take in the prompts; `new_tokens` sizes the buffers of an answer."""
-        self._enter(rows, progress)
-        self._evict_prompt(new_tokens)
+        self._read(rows, progress)
+        self._evict_before_decoding(new_tokens)
 
     def copy_prompts(self, source: ModelConversation, new_tokens: int) -> None:
         """Take in the prompts that another conversation has read, and neither evicted nor answered."""
@@ -84,7 +84,7 @@ class ModelConversation(Conversation):
             self.cache.copy_prompt(source.cache, max(self.stats.prompt_tokens))
             self.batch.position_B.copy_(source.batch.position_B)
             self.logits_BV, self.tokens = source.logits_BV.clone(), source.tokens
-        self._evict_prompt(new_tokens)
+        self._evict_before_decoding(new_tokens)
 
     def read_turn(self, rows: list[list[int]], new_tokens: int, progress: Progress | None) -> None:
         """Take in what follows in each row. Its last token is the first step of a new refresh schedule."""
@@ -100,20 +100,20 @@ class ModelConversation(Conversation):
             self.read_prompts(rows, new_tokens, progress)
             return
         if any(len(row) > 1 for row in rows):
-            self._enter([row[:-1] for row in rows], progress)
+            self._read([row[:-1] for row in rows], progress)
         else:
             self.tokens = [[] for _ in rows]
         self.batch.token_B.copy_(torch.tensor([row[-1] for row in rows]))
         self.evict_to_budget(new_tokens)
 
-    def _enter(self, rows: list[list[int]], progress: Progress | None) -> None:
+    def _read(self, rows: list[list[int]], progress: Progress | None) -> None:
         """Enter tokens behind those in the cache, which holds each row's oldest first; keep the last one's
         logits."""
         cache = self.cache
         with self.timed("prefill"):
             # Behind the fullest set of each row: every set takes them at the same slots.
             slots, positions = cache.most_B.tolist(), self.batch.position_B.tolist()
-            hidden_BE = self.runtime.prefill.enter(cache, rows, slots, positions, progress)
+            hidden_BE = self.runtime.prefill.read(cache, rows, slots, positions, progress)
             self.batch.position_B.add_(torch.tensor([len(row) for row in rows], device=cache.device))
             self.batch.fed_B.fill_(True)
             self.logits_BV = self.runtime.model.head(hidden_BE)
@@ -131,7 +131,7 @@ class ModelConversation(Conversation):
             return False
         return self.overfull or not bool(self.batch.finished_B.all())
 
-    def _evict_prompt(self, new_tokens: int) -> None:
+    def _evict_before_decoding(self, new_tokens: int) -> None:
         """Where the rule says so, score prompts, or turns, that have just been entered, and evict them to
         budget before any decode step."""
         runtime, eviction = self.runtime, self.eviction
@@ -158,7 +158,7 @@ class ModelConversation(Conversation):
                     draft_BD = self._draft(before_BW, draft_BD, new_tokens)
             logits_BV, keep_BXN = self._choose(before_BW, draft_BD, new=new)
             in_place = runtime.buffers.is_decode_cache(self.cache)
-            self.evict(keep_BXN, self.cache if in_place else self._decode_cache(new_tokens, keep_BXN))
+            self.keep_only(keep_BXN, self.cache if in_place else self._decode_cache(new_tokens, keep_BXN))
         self.logits_BV = self.logits_BV if logits_BV is None else logits_BV
         self.overfull = False
         self.turn_step += new
@@ -237,7 +237,7 @@ class ModelConversation(Conversation):
 
     # Decode steps.
 
-    def decode_step(self, greedy: bool) -> bool:
+    def run_step(self, greedy: bool) -> bool:
         """Feed each row's token, evict, and choose the next one. Returns whether its time is decoding, and
         not compilation."""
         stats, compiled = self.runtime.graphs.stats, self.runtime.graphs.stats.compiled
@@ -360,7 +360,7 @@ class GenerationLoop:
                 conversation.logits_BV = None
                 timed = False
             else:
-                timed = conversation.decode_step(greedy)
+                timed = conversation.run_step(greedy)
             conversation.check_ranks()
             unread.append(UnreadStep(before, timed))
             if len(unread) == self.read_every or index == self.max_new_tokens - 1:

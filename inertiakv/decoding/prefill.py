@@ -15,7 +15,7 @@ from ..cache.retention import EMPTY
 from ..cache.slot_cache import SlotCache, bucket
 from ..compiling.graphs import Graphs
 from ..model import LanguageModel
-from .rule import DecodingRule
+from .decoding_rule import DecodingRule
 from .steps import chunk_step
 
 Progress = Callable[[int, int], None]
@@ -31,11 +31,11 @@ class Prefill:
     """
 
     model: LanguageModel
-    rule: DecodingRule
+    rule: DecodingRule  # of the full cache: nothing is evicted while a prompt is read
     graphs: Graphs
     chunk: int
 
-    def enter(
+    def read(
         self,
         cache: SlotCache,
         rows: list[list[int]],
@@ -101,5 +101,5 @@ class Prefill:
         if self.rule.backend == "dense":
             return chunk_step(*args, end_slot, start_slot)
         key = ("prompt chunk", cache.shape, tokens_BT.shape)
-        # Not recorded: prompt caches come and go, and chunks are long enough to hide the time of launching.
+        # Not captured: prompt caches come and go, and chunks are long enough to hide the time of launching.
         return self.graphs.run(key, chunk_step, *args, None, None, capture=False)

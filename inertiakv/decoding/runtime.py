@@ -17,8 +17,8 @@ from ..requests.prompts import to_rows
 from ..scoring.expected_attention import check_rotary
 from ..scoring.learned import load_scorer
 from .buffers import Buffers
+from .decoding_rule import DecodingRule
 from .prefill import Prefill
-from .rule import DecodingRule
 from .tensor_parallel import check_rule
 
 

@@ -19,9 +19,9 @@ from ..eviction.selection import tokens_to_keep
 from ..model import LanguageModel
 from ..scoring.expected_attention import rotations
 from .batch import BatchState
+from .decoding_rule import DecodingRule
 from .forward import ForwardPass
 from .recording import Recorder
-from .rule import DecodingRule
 
 
 def chunk_step(
@@ -72,7 +72,7 @@ def decode_step(
     hidden_BE = model(batch.token_B[:, None], state.query_BT, forward)[:, 0]
     if recorder is not None:
         newest_B = torch.where(active_B, batch.position_B, EMPTY)
-        recorder.record(cache.retention[0], forward.scores, newest_B)
+        recorder.record(cache.retention[0], forward.layer_scores, newest_B)
     forward.finish()
     batch.position_B.add_(active_B)
     batch.choose(model.head(hidden_BE), greedy=greedy)
@@ -149,7 +149,7 @@ def evicting_step(
         hidden_BTE = model(tokens_BT.clamp_min(0), positions_BT, forward)
         logits_BV = model.head(hidden_BTE[:, length]) if new else None
     if recorder is not None:
-        recorder.record(cache.retention[0], forward.scores, positions_BT[:, -1])
+        recorder.record(cache.retention[0], forward.layer_scores, positions_BT[:, -1])
     if new:
         batch.position_B.add_(fed_B)
         batch.fed_B.logical_or_(fed_B)

@@ -24,8 +24,8 @@ from ..cache.slot_cache import CacheShape, SlotCache, bucket
 from ..config import MAX_BUDGET, EvictionConfig
 from ..decoding.batch import BatchState
 from ..decoding.conversation import Conversation
+from ..decoding.decoding_rule import DecodingRule
 from ..decoding.forward import ForwardPass, LayerPass
-from ..decoding.rule import DecodingRule
 from ..decoding.steps import chosen, chunk_state, decode_state, evicting_state
 from ..scoring.learned import LearnedScorer
 
@@ -249,7 +249,7 @@ class LayerwiseConversation(Conversation):
         set_budgets_after_prompt(self.config, self.cache.retention, keep_BXN)
         self._forget_queries()
         slots = self.cache.slots_for(ROOM, keep_BXN)
-        self.evict(keep_BXN, self.cache if slots == self.cache.shape.slots else self._new_cache(slots))
+        self.keep_only(keep_BXN, self.cache if slots == self.cache.shape.slots else self._new_cache(slots))
         self._measure()
 
     def _grow(self) -> None:
