@@ -39,7 +39,9 @@ def hub_rows(repository: str, config: str | None, split: str) -> list[dict[str, 
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(f"{repository} is read with the package datasets: pip install datasets") from error
+        raise ImportError(
+            f"{repository} is read with the package datasets: pip install 'inertiakv[eval]'"
+        ) from error
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -126,7 +128,7 @@ def _read_parquet(file: Path) -> list[Row]:
         from pyarrow import ArrowException
         from pyarrow.parquet import read_table
     except ImportError as error:
-        raise ValueError(f"{file} needs the package pyarrow: pip install -e '.[eval]'") from error
+        raise ValueError(f"{file} needs the package pyarrow: pip install 'inertiakv[eval]'") from error
     try:
         rows: list[Row] = read_table(file).to_pylist()
     except (ArrowException, OSError) as error:

@@ -79,7 +79,7 @@ def _rouge() -> Any:
     try:
         from rouge import Rouge
     except ImportError as error:
-        raise ValueError("ROUGE needs the package rouge: pip install -e '.[eval]'") from error
+        raise ValueError("ROUGE needs the package rouge: pip install 'inertiakv[eval]'") from error
     return Rouge(metrics=["rouge-l"])
 
 

@@ -86,7 +86,7 @@ def t_test(strata: Strata) -> tuple[float, float]:
     try:
         from scipy.special import stdtr
     except ImportError as error:
-        raise ValueError("the paired t-test needs scipy: pip install -e '.[eval]'") from error
+        raise ValueError("the paired t-test needs scipy: pip install 'inertiakv[eval]'") from error
     values = [_checked(stratum) for stratum in strata]
     if min(map(len, values)) < 2:
         return math.nan, math.nan

@@ -212,7 +212,7 @@ def test_keys_are_an_adjective_and_a_noun() -> None:
 def test_words_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     words.word_list.cache_clear()
     monkeypatch.setitem(sys.modules, "wonderwords.assets", None)
-    with pytest.raises(ImportError, match="package wonderwords: pip install wonderwords"):
+    with pytest.raises(ImportError, match="package wonderwords: pip install 'inertiakv"):
         words.word_list("noun")
 
 

@@ -135,7 +135,7 @@ def test_no_samples() -> None:
 
 def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.special", None)
-    with pytest.raises(ValueError, match=r"needs scipy: pip install -e '.\[eval\]'"):
+    with pytest.raises(ValueError, match=r"needs scipy: pip install 'inertiakv\[eval\]'"):
         t_test([[0.0, 1.0]])
 
 

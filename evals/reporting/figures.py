@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MISSING = "no plots: matplotlib is not installed (pip install -e '.[plot]')"
+MISSING = "no plots: matplotlib is not installed (pip install 'inertiakv[plot]')"
 
 
 def available() -> bool:

@@ -19,7 +19,7 @@ def word_list(kind: str) -> list[str]:
         path = files("wonderwords.assets") / f"{kind}list.txt"
     except ImportError as error:
         raise ImportError(
-            "RULER takes its words from the package wonderwords: pip install wonderwords"
+            "RULER takes its words from the package wonderwords: pip install 'inertiakv[eval]'"
         ) from error
     return sorted({line.rstrip() for line in path.read_text(encoding="utf-8").splitlines()})
 

@@ -98,10 +98,13 @@ def test_what_only_model_and_prompts_show(
 
 def test_a_package_that_is_missing(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(names: Any, setting: Any) -> Any:
-        raise ImportError("rouge is missing: pip install -e '.[eval]'")
+        raise ImportError("rouge is missing: pip install 'inertiakv[eval]'")
 
     monkeypatch.setattr(registry, "make_tasks", missing)
-    assert cli(*MADE.split(), "--out", tmp_path / "out").error == "rouge is missing: pip install -e '.[eval]'"
+    assert (
+        cli(*MADE.split(), "--out", tmp_path / "out").error
+        == "rouge is missing: pip install 'inertiakv[eval]'"
+    )
 
 
 # As a program
