@@ -40,7 +40,7 @@ def hub_rows(repository: str, config: str | None, split: str) -> list[dict[str, 
         import datasets
     except ImportError as error:
         raise ImportError(
-            f"{repository} is read with the package datasets: pip install 'inertiakv[eval]'"
+            f"{repository} needs the package datasets: pip install 'inertiakv[eval]'"
         ) from error
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE

@@ -140,5 +140,5 @@ def test_the_hub_offline_is_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_hub_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="owner/data is read with the package datasets: pip install"):
+    with pytest.raises(ImportError, match="owner/data needs the package datasets: pip install"):
         data_files.hub_rows("owner/data", None, "train")
