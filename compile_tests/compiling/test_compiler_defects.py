@@ -43,7 +43,7 @@ def test_an_attribute_set_after_flex_attention_is_lost_in_a_region() -> None:
 @pytest.mark.usefixtures("nothing_compiled_yet")
 @pytest.mark.parametrize("size, graphs", [((), 2), ((1,), 1)])
 def test_a_buffer_without_axes_compiles_twice(size: tuple[int, ...], graphs: int) -> None:
-    """Why buffers of `DecodingRule` have one axis. Where the compiler's cache has the graph it compiles once."""
+    """Why buffers of `DecodingRule` have one axis. It shows on a cold cache alone."""
     compiled = 0
 
     def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
