@@ -128,7 +128,7 @@ def fill_instead_of_prefill(decoder: Decoder) -> None:
         chunk = 1
 
         @staticmethod
-        def enter(
+        def read(
             cache: SlotCache, rows: list[list[int]], slots: list[int], positions: list[int], _progress: object
         ) -> Tensor:
             first = cache.layers[0]
