@@ -131,7 +131,10 @@ class SlotCache(nn.Module):
 
     def sets_of(self, layer: int) -> RetentionSets:
         """The retention sets of a layer."""
-        return self.retention[0 if self.shape.scope == "shared" else layer]
+        return self.retention[self._sets_index(layer)]
+
+    def _sets_index(self, layer: int) -> int:
+        return 0 if self.shape.scope == "shared" else layer
 
     def allocate(self) -> None:
         """Give every layer its memory, where it has none."""
@@ -196,8 +199,8 @@ class SlotCache(nn.Module):
     def forget_from(self, position_B: Tensor) -> None:
         """Drop the tokens at these positions and after them. Every set must have an empty slot then."""
         for sets in self.retention:
-            held_BXN = sets.position_BXN > EMPTY
-            sets.keep(held_BXN & (sets.position_BXN < position_B[:, None, None]))
+            occupied_BXN = sets.position_BXN > EMPTY
+            sets.keep(occupied_BXN & (sets.position_BXN < position_B[:, None, None]))
 
     def copy_prompt(self, source: SlotCache, tokens: int) -> None:
         """Hold what `source`, of which nothing was evicted, holds in its first `tokens` slots."""
@@ -222,6 +225,6 @@ class SlotCache(nn.Module):
             moved.append((slots_BXK, count_BX.tolist()))
         for index, (mine, theirs) in enumerate(zip(self.layers, source.layers, strict=True)):
             mine.allocate()
-            mine.fill_from(theirs, *moved[0 if self.shape.scope == "shared" else index])
+            mine.fill_from(theirs, *moved[self._sets_index(index)])
             if release:
                 theirs.release()
