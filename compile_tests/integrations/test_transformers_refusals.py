@@ -30,6 +30,9 @@ def snapshot(model: Any) -> Any:
 
 def test_the_model_is_left_as_it_was() -> None:
     model, _ = pair("llama")
+    names = [name for name, module in model.named_modules() if name.endswith("self_attn")]
+    InertiaCache(model, RULE)  # from which on its attention layers know ours
+    assert {id(model.get_submodule(name).config.of_model) for name in names} == {id(model.config)}
     before = snapshot(model)
     during = []
     hook = model.model.layers[1].register_forward_hook(
@@ -82,21 +85,15 @@ def test_the_model_is_left_as_it_was_after_an_error(part: str) -> None:
     assert generate(model, *padded(prompts(30)), 6, cache) == first
 
 
-def test_an_interrupt_between_two_of_our_lines_does_no_harm() -> None:
-    """The name in the config is then still ours."""
+def test_an_interrupt_between_k_and_attention_does_no_harm() -> None:
     model, _ = pair("llama")
     plain = generate(model, *padded(prompts(30)), 6)
     expected = generate(model, *padded(prompts(30)), 6, InertiaCache(model, RULE))
     broken = InertiaCache(model, RULE)
     k_BGTD = torch.zeros(1, 2, 3, 16)
     broken.update(k_BGTD, k_BGTD, 0)
-    assert model.config._attn_implementation == "inertiakv"
     assert generate(model, *padded(prompts(30)), 6) == plain
-    assert model.config._attn_implementation == "sdpa"
-    broken.reset()
-    broken.update(k_BGTD, k_BGTD, 0)
     assert generate(model, *padded(prompts(30)), 6, InertiaCache(model, RULE)) == expected
-    assert model.config._attn_implementation == "sdpa"
 
 
 def test_no_mask_of_queries_and_keys_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +114,7 @@ CALLS: dict[str, tuple[Callable[[Any, InertiaCache], Any], str]] = {
     ),
     "another model": (
         lambda m, c: generate(other("phi3"), *padded(prompts(30)), 4, c),
-        "is not the one that this cache was made for",
+        "made for another model|is not the one that this cache was made for",
     ),
     "crop": (lambda m, c: c.crop(-1), "what it evicted is gone"),
     "repeat": (lambda m, c: c.batch_repeat_interleave(2), "cannot be repeated"),
@@ -225,7 +222,7 @@ def test_models_that_cannot_work_so() -> None:
 
 def test_masks_that_are_not_causal() -> None:
     model = other("gemma3_text", use_bidirectional_attention=True)
-    with pytest.raises(ValueError, match="a mask that is not causal"):
+    with pytest.raises(ValueError, match="cannot look ahead"):
         generate(model, *padded(prompts(30)), 4, InertiaCache(model, RULE))
     assert model.config._attn_implementation == "eager"
 

@@ -3,9 +3,10 @@
     cache = InertiaCache(model, EvictionConfig(compression=0.9, refresh=4))
     model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
 
-A model of transformers hands K and V to its cache, then looks up the attention function by a name in its
-config. The cache puts its own name there just before; the mask and attention functions registered under it
-first restore the old name. Nothing else of the model is touched.
+A model of transformers hands K and V to its cache, and what comes back to an attention function. The first
+InertiaCache of a model names our function to its attention layers (`attachment.py`). K from an InertiaCache
+says which one it is from, and all other K goes on to the function that the model had. So nothing of a request
+is kept on the model, which several threads may use at once.
 
 Shape letters: B batch, T tokens of a pass, S all tokens so far with their padding, H query heads, G KV heads,
 D head dim, L tokens that a sliding layer still has.
@@ -13,16 +14,14 @@ D head dim, L tokens that a sliding layer still has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
+from torch import Tensor
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..attention.dense import Softmax
 from ..attention.forward_state import ForwardState
 from ..attention.mask import visible
 from ..cache.retention import EMPTY
@@ -31,7 +30,8 @@ from ..compiling.numerics import accumulation_dtype
 from ..config import EvictionConfig
 from ..decoding.forward import attention as attend_to
 from ..scoring.learned import LearnedScorer, load_scorer
-from .checks import NAME, check_implementation, check_model, check_rule, of_evicted_layers
+from .attachment import HandedOver, attach
+from .checks import NAME, check_model, check_rule, of_evicted_layers
 from .layerwise import Attention, LayerwiseConversation
 
 _uncompiled = torch.compiler.disable(reason="InertiaCache runs as it is: compile without fullgraph=True")
@@ -66,7 +66,7 @@ class InertiaCache(Cache):
         # Where all layers slide, all are evicted, under their windows.
         self._evicted = [i for i, w in enumerate(windows) if w is None] or list(range(len(windows)))
         self.eviction = of_evicted_layers(check_rule(eviction), self._evicted, windows)
-        self._learned: LearnedScorer | None = None
+        attach(model)
         super().__init__(layers=[])
         self.reset()
 
@@ -112,7 +112,7 @@ class InertiaCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Hands K and V through. Everything else happens in the attention function."""
         if self._handed_over:
-            self._give_back()
+            self.broken_off()
             raise ValueError(
                 f"layer {self._layer} attends without {NAME!r}: the model does not use AttentionInterface, "
                 "or is not the one that this cache was made for"
@@ -122,9 +122,8 @@ class InertiaCache(Cache):
                 f"layer {layer_idx} comes where layer {self._layer} should: a forward pass was broken off. "
                 "Call the cache's reset()"
             )
-        self._lend()
         self._handed_over = True
-        return key_states, value_states
+        return HandedOver.by(self, key_states), value_states
 
     @_uncompiled
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -132,11 +131,7 @@ class InertiaCache(Cache):
 
     @_uncompiled
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """Asked before a mask is made, which then is ours: none."""
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        if new == 0:
-            raise ValueError("nothing new: a further turn takes the whole conversation, as with other caches")
-        self._lend()
         return self._past + new, 0
 
     def reorder_cache(self, beam_idx: Any) -> NoReturn:
@@ -155,6 +150,14 @@ class InertiaCache(Cache):
         raise ValueError("rows of an InertiaCache cannot be selected")
 
     # The pass itself.
+
+    def is_of(self, config: Any) -> bool:
+        """Whether it was made for the model with this config."""
+        return config is self._config
+
+    def broken_off(self) -> None:
+        """K and V that have come are not attended to."""
+        self._handed_over = False
 
     def attend(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_BS: Tensor | None, attention: Attention
@@ -265,32 +268,6 @@ class InertiaCache(Cache):
         """What transformers would take: its sliding layers are used as they are."""
         return DynamicCache(config=self._config).layers
 
-    def _lend(self) -> None:
-        name = self._config._attn_implementation
-        if isinstance(name, _Lent) and name.cache is self:
-            return
-        name = name.before if isinstance(name, _Lent) else name  # which another cache could not take back
-        check_implementation(name)
-        self._config._attn_implementation = _Lent(self, name)
-
-    def _give_back(self) -> None:
-        name = self._config._attn_implementation
-        if isinstance(name, _Lent):
-            self._config._attn_implementation = name.before
-        self._handed_over = False
-
-
-class _Lent(str):
-    """Our name in a model's config, with the cache that put it there and the name before."""
-
-    def __new__(cls, cache: InertiaCache, before: str | None) -> _Lent:
-        name = super().__new__(cls, NAME)
-        name.cache, name.before = cache, before
-        return name
-
-    cache: InertiaCache
-    before: str | None
-
 
 class _Layer(CacheLayerMixin):
     """A layer that is evicted, as far as transformers looks into it."""
@@ -317,75 +294,3 @@ class _Layer(CacheLayerMixin):
         return -1
 
     get_max_cache_shape = get_max_length  # its name in earlier versions
-
-
-def _borrowed(config: Any) -> InertiaCache:
-    """The cache that has lent its name, with the config as it was before."""
-    name = config._attn_implementation
-    if not isinstance(name, _Lent):
-        raise ValueError(
-            f"attn_implementation={NAME!r} is set by InertiaCache alone: set another one, and call generate "
-            "with past_key_values=InertiaCache(model, ...)"
-        )
-    config._attn_implementation = name.before
-    return name.cache
-
-
-@_uncompiled
-def _mask(**kwargs: Any) -> Tensor | None:
-    """No mask at all: the attention function makes them from positions, and takes padding as it is."""
-    config = kwargs["config"]
-    cache = _borrowed(config)
-    if cache._handed_over:  # Ctrl-C came between the two, and left our name there: another cache is asked now
-        return AttentionMaskInterface()[config._attn_implementation](**kwargs)
-    if kwargs.get("use_vmap") or not kwargs.get("allow_is_causal_skip", True):
-        raise ValueError("this model asks for a mask that is not causal")
-    mask_BS = kwargs.get("attention_mask")
-    return None if mask_BS is None else mask_BS.bool()
-
-
-@_uncompiled
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention function, [B, T, H, D]."""
-    config: Any = module.config
-    cache = _borrowed(config)
-    with_gradients = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
-    for wrong, what in (
-        (module.training or with_gradients, "train: call model.eval(), and the model under torch.no_grad()"),
-        (
-            kwargs.get("output_attentions") or config.output_attentions,
-            "return attention weights: leave out output_attentions",
-        ),
-        (kwargs.get("position_bias") is not None, "attend with position biases"),
-        (attention_mask is not None and attention_mask.dim() != 2, "take a mask of its own: give a 2D one"),
-        (not getattr(module, "is_causal", True), "look ahead"),
-    ):
-        if wrong:
-            cache._handed_over = False
-            raise ValueError(f"a model with an InertiaCache cannot {what}")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    softmax = None if softcap is None and s_aux is None else Softmax(softcap, s_aux)
-    attention = Attention(sliding_window, scale, softmax)
-    out_BHTD = cache.attend(query, key, value, attention_mask, attention)
-    return out_BHTD.transpose(1, 2).contiguous(), None
-
-
-def _register() -> None:
-    mask: Callable[..., Any] = _mask
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, mask)
-
-
-_register()
