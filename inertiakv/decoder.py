@@ -16,6 +16,7 @@ from .config import EvictionConfig
 from .decoding import saving
 from .decoding.batch import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, BatchState
 from .decoding.decoding_rule import DecodingRule
+from .decoding.exclusive import Exclusive
 from .decoding.generation import GenerationLoop, ModelConversation, Stop
 from .decoding.prefill import Progress
 from .decoding.recording import Recording
@@ -34,6 +35,10 @@ class Decoder:
     One conversation at a time: `generate` and `stream` start a new one, `extend` adds a turn to it, `decode`
     goes on with it, `save` and `load` carry it over. Buffers and graphs stay for the next conversation, which
     compiles nothing where its shapes fit theirs.
+
+    Threads may share a decoder: each call runs alone, the others wait. An answer that is streamed ends with
+    ValueError once another call has started a new conversation. Decoders of one model do not wait for each
+    other, but where graphs are compiled.
 
     * `model`: offers what `inertiakv.model.LanguageModel` says, as `inertiakv.models.Transformer` does.
     * `eviction`: the rule; None keeps every token.
@@ -66,20 +71,22 @@ class Decoder:
         check_ranks: bool = False,
     ) -> None:
         self.model = model
-        self._runtime = Runtime(
-            model,
-            eviction,
-            compile=compile,
-            attention=attention,
-            prefill_chunk=prefill_chunk,
-            repeat_prefix=repeat_prefix,
-            on_compile=on_compile,
-            on_draft=on_draft,
-            record=record,
-            check_ranks=check_ranks,
-        )
+        self._exclusive = Exclusive()
+        with torch.inference_mode(False):  # whose tensors could not be changed outside of it
+            self._runtime = Runtime(
+                model,
+                eviction,
+                compile=compile,
+                attention=attention,
+                prefill_chunk=prefill_chunk,
+                repeat_prefix=repeat_prefix,
+                on_compile=on_compile,
+                on_draft=on_draft,
+                record=record,
+                check_ranks=check_ranks,
+            )
         self._conversation: ModelConversation | None = None
-        self._latest: GenerationLoop | None = None  # which alone may go on
+        self._latest: GenerationLoop | None = None  # the answer that has not been finished
 
     def use(self, eviction: EvictionConfig | None) -> None:
         """Go by another rule from the next conversation on; the one there is is forgotten.
@@ -88,8 +95,9 @@ class Decoder:
         graphs: a sweep compiles nothing anew where shapes are the same. Raises ValueError for a rule that
         does not go with the model or with the decoder's other options.
         """
-        self._runtime.use(eviction)
-        self._forget()
+        with self._exclusive, torch.inference_mode(False):
+            self._runtime.use(eviction)
+            self._forget()
 
     @property
     def eviction(self) -> EvictionConfig | None:
@@ -106,10 +114,12 @@ class Decoder:
     @property
     def stats(self) -> Stats:
         """Of the conversation so far; of no rows where there is none."""
+        self._finish_if_idle()
         return Stats([], []) if self._conversation is None else self._conversation.stats
 
     @property
     def cache(self) -> SlotCache | None:
+        self._finish_if_idle()
         return None if self._conversation is None else self._conversation.cache
 
     @property
@@ -134,8 +144,9 @@ class Decoder:
         that cannot be, and MemoryError with an estimate where the caches do not fit.
         """
         self._check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
-        self.prefill(prompts, max_new_tokens=max_new_tokens, progress=progress)
-        return self.decode(max_new_tokens, sampling=sampling, eos_token_ids=eos_token_ids, stop=stop)
+        with self._exclusive:
+            self._prefill(prompts, max_new_tokens, progress)
+            return self._decode(max_new_tokens, sampling, eos_token_ids, stop)
 
     def stream(
         self,
@@ -148,36 +159,69 @@ class Decoder:
         progress: Progress | None = None,
     ) -> Iterator[int | list[int | None]]:
         """As `generate`, token by token: an int for one prompt, and for a batch a list with None where a row
-        has ended. `decoder.stats` tells the rest afterwards."""
+        has ended. `decoder.stats` tells the rest afterwards.
+
+        Errors that `generate` raises before any work come at the call; the prompt is read at the first
+        token."""
         self._check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
-        self.prefill(prompts, max_new_tokens=max_new_tokens, progress=progress)
+        with self._exclusive:
+            self._check_request(prompts, max_new_tokens)
+        return self._stream(prompts, max_new_tokens, sampling, eos_token_ids, stop, progress)
+
+    def _stream(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int,
+        sampling: Sampling,
+        eos_token_ids: Sequence[int] | None,
+        stop: Stop | None,
+        progress: Progress | None,
+    ) -> Iterator[int | list[int | None]]:
         single = is_single(prompts)
-        for tokens in self._tokens(max_new_tokens, sampling, eos_token_ids, stop, read_every=1):
+        with self._exclusive:
+            self._prefill(prompts, max_new_tokens, progress)
+            answer = self._answer(max_new_tokens, sampling, eos_token_ids, stop, read_every=1)
+        steps = answer.tokens()
+        while True:
+            with self._exclusive:
+                if self._latest is not answer:
+                    raise ValueError("this answer's conversation has gone on without it")
+                with self._whole():
+                    tokens = next(steps, None)
+                if tokens is None:
+                    self._finish()
+                    return
+            # It may be left here. Then it is finished by the next call, and not while garbage is collected.
             yield tokens[0] if single else [None if token == NO_TOKEN else token for token in tokens]
 
     def prefill(self, prompts: Prompts, *, max_new_tokens: int = 0, progress: Progress | None = None) -> None:
         """Start a conversation with `prompts` without answering yet. `max_new_tokens` sizes the buffers for
         `decode`. Raises as `generate` does."""
-        rows = to_rows(prompts, self.model.config.vocab_size)
-        conversation = self._begin([len(row) for row in rows], max_new_tokens)
+        with self._exclusive:
+            self._prefill(prompts, max_new_tokens, progress)
+
+    def _prefill(self, prompts: Prompts, max_new_tokens: int, progress: Progress | None) -> None:
+        rows, budgets = self._check_request(prompts, max_new_tokens)
         with self._whole():
-            conversation.read_prompts(rows, max_new_tokens, progress)
+            self._begin(budgets, max_new_tokens).read_prompts(rows, max_new_tokens, progress)
 
     def take_prompt(self, source: Decoder, *, max_new_tokens: int = 0) -> None:
         """Start a conversation with the prompts that another decoder of the same model has prefilled, by
         copying their K and V: one prefill then serves several rules. Raises ValueError where `source` has
         evicted of them or has begun to answer."""
-        theirs = source._current()
         if source is self:
             raise ValueError("a decoder cannot take a prompt over from itself")
         if source.model is not self.model:
             raise ValueError("the prompt belongs to another model")
-        lengths = theirs.stats.prompt_tokens
-        if theirs.logits_BV is None or theirs.cache.mean_B.tolist() != lengths:
-            raise ValueError("only a prompt of which nothing was evicted or answered can be taken over")
-        conversation = self._begin(lengths, max_new_tokens)
-        with self._whole():
-            conversation.copy_prompts(theirs, max_new_tokens)
+        first, second = sorted((self, source), key=id)  # in one order everywhere: none waits for the other
+        with first._exclusive, second._exclusive:
+            theirs = source._current()
+            lengths = theirs.stats.prompt_tokens
+            if theirs.logits_BV is None or theirs.cache.mean_B.tolist() != lengths:
+                raise ValueError("only a prompt of which nothing was evicted or answered can be taken over")
+            budgets = self._check_lengths(lengths, max_new_tokens)
+            with self._whole():
+                self._begin(budgets, max_new_tokens).copy_prompts(theirs, max_new_tokens)
 
     def extend(self, turns: Prompts, *, max_new_tokens: int = 0, progress: Progress | None = None) -> None:
         """Add a turn to each row of the conversation, for `decode` to answer. `max_new_tokens` sizes the
@@ -189,7 +233,13 @@ class Decoder:
         ValueError as `generate` does, and before any prompt.
         """
         rows = to_rows(turns, self.model.config.vocab_size, what="turn")
-        conversation, state = self._current(), self.batch
+        with self._exclusive:
+            self._finish()
+            self._extend(rows, max_new_tokens, progress)
+
+    def _extend(self, rows: list[list[int]], max_new_tokens: int, progress: Progress | None) -> None:
+        conversation = self._current()
+        state = conversation.batch
         lengths = state.position_B.tolist()
         if len(rows) != len(lengths):
             raise ValueError(f"{len(rows)} turns for a conversation of {len(lengths)} rows")
@@ -213,77 +263,115 @@ class Decoder:
     ) -> Generation:
         """Answer the conversation, or go on with an answer that ended by its length. Raises as `generate`
         does."""
-        tokens: list[list[int]] = [[] for _ in self.stats.prompt_tokens]
-        for step in self._tokens(max_new_tokens, sampling, eos_token_ids, stop, self._read_every(stop)):
-            for row, token in zip(tokens, step, strict=True):
-                if token != NO_TOKEN:
-                    row.append(token)
-        return Generation(tokens, self._current().finish_reasons(), copy.deepcopy(self.stats))
+        with self._exclusive:
+            conversation = self._current()
+            self._runtime.buffers.check_place(self.model)
+            self._check_options(conversation.stats.batch, max_new_tokens, sampling, eos_token_ids)
+            lengths = conversation.batch.position_B.tolist()
+            check_positions(lengths, max_new_tokens, self.model.config.max_positions)
+            return self._decode(max_new_tokens, sampling, eos_token_ids, stop)
+
+    def _decode(
+        self,
+        max_new_tokens: int,
+        sampling: Sampling,
+        eos_token_ids: Sequence[int] | None,
+        stop: Stop | None,
+    ) -> Generation:
+        answer = self._answer(max_new_tokens, sampling, eos_token_ids, stop, self._read_every(stop))
+        conversation = answer.conversation
+        tokens: list[list[int]] = [[] for _ in range(conversation.stats.batch)]
+        with self._whole():
+            for step in answer.tokens():
+                for row, token in zip(tokens, step, strict=True):
+                    if token != NO_TOKEN:
+                        row.append(token)
+        self._finish()
+        return Generation(tokens, conversation.finish_reasons(), copy.deepcopy(conversation.stats))
 
     def recording(self) -> Recording:
         """What the answer's decode steps saw. Raises ValueError for a decoder that does not record."""
         buffers = self._runtime.buffers
         if not buffers.recorded_steps:
             raise ValueError("nothing is recorded: make the Decoder with record=")
-        recorder = buffers.recorder or buffers.recorder_for(self._current().cache)
-        assert recorder is not None
-        return recorder.recording()
+        with self._exclusive:
+            self._finish()
+            recorder = buffers.recorder or buffers.recorder_for(self._current().cache)
+            assert recorder is not None
+            return recorder.recording()
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a safetensors file, from which `load` goes on exactly. Raises ValueError
         for a model on several ranks, none of which has all of it."""
-        saving.save(self._current(), path)
+        with self._exclusive:
+            self._finish()
+            saving.save(self._current(), path)
 
     def load(self, path: str | Path) -> None:
         """Take over a conversation that `save` wrote. Raises ValueError where it is another model's or
         rule's."""
-        state, tensors = saving.read(self._runtime, path)
-        self._forget()
-        self._conversation = saving.restore(self._runtime, state, tensors)
+        with self._exclusive, torch.inference_mode(False):
+            state, tensors = saving.read(self._runtime, path)
+            self._forget()
+            with self._whole():
+                self._conversation = saving.restore(self._runtime, state, tensors)
 
-    def _begin(self, lengths: list[int], max_new_tokens: int) -> ModelConversation:
-        """Start a conversation with room for prompts of these lengths, once nothing speaks against it."""
+    def _check_request(self, prompts: Prompts, max_new_tokens: int) -> tuple[list[list[int]], Budgets]:
+        """The prompts and their budgets, once nothing speaks against reading and answering them."""
+        rows = to_rows(prompts, self.model.config.vocab_size)
+        return rows, self._check_lengths([len(row) for row in rows], max_new_tokens)
+
+    def _check_lengths(self, lengths: list[int], max_new_tokens: int) -> Budgets:
         buffers, config = self._runtime.buffers, self.model.config
         budgets = Budgets(self.eviction, lengths, config.num_layers)
         drafted = self._runtime.drafted if budgets.overfull else 0
         # A draft follows the answer's first token.
         check_positions(lengths, max_new_tokens, config.max_positions, drafted + 1 if drafted else 0)
-        slots, longest = budgets.decode_slots(max(max_new_tokens, drafted)), max(lengths)
         buffers.check_place(self.model)
-        prompt_slots = bucket(longest + drafted + 1) if budgets.overfull else 0
-        buffers.require(len(lengths), prompt_slots, slots, min(longest, self._runtime.prefill.chunk))
+        prompt_slots = bucket(max(lengths) + drafted + 1) if budgets.overfull else 0
+        slots, chunk = self._slots(budgets, max_new_tokens), min(max(lengths), self._runtime.prefill.chunk)
+        buffers.require(len(lengths), prompt_slots, slots, chunk)
+        return budgets
+
+    def _slots(self, budgets: Budgets, max_new_tokens: int) -> int:
+        drafted = self._runtime.drafted if budgets.overfull else 0
+        return budgets.decode_slots(max(max_new_tokens, drafted))
+
+    def _begin(self, budgets: Budgets, max_new_tokens: int) -> ModelConversation:
+        """Start a conversation with room for prompts of these budgets."""
         self._forget()
-        self._conversation = ModelConversation.begin(self._runtime, lengths, budgets, slots)
+        slots = self._slots(budgets, max_new_tokens)
+        self._conversation = ModelConversation.begin(self._runtime, budgets.lengths, budgets, slots)
         return self._conversation
 
-    def _tokens(
+    def _answer(
         self,
         max_new_tokens: int,
         sampling: Sampling,
         eos_token_ids: Sequence[int] | None,
         stop: Stop | None,
         read_every: int,
-    ) -> Iterator[list[int]]:
-        """Those of an answer, step by step. However soon it ends, it leaves the cache evicted to budget."""
+    ) -> GenerationLoop:
+        """An answer to the conversation. However soon it is left, `_finish` evicts the cache to
+        budget."""
+        eos = self.model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
         conversation = self._current()
-        self._runtime.buffers.check_place(self.model)
-        eos = self._check_options(self.stats.batch, max_new_tokens, sampling, eos_token_ids)
-        check_positions(self.batch.position_B.tolist(), max_new_tokens, self.model.config.max_positions)
-        self._latest = answer = GenerationLoop(conversation, max_new_tokens, sampling, eos, stop, read_every)
-        steps = answer.tokens()
-        try:
-            while True:
-                with self._whole():
-                    tokens = next(steps, None)
-                if tokens is None:
-                    return
-                yield tokens
-                if self._latest is not answer:
-                    raise ValueError("this answer's conversation has gone on without it")
-        finally:
-            if self._latest is answer:
-                with self._whole():
-                    answer.finish()
+        self._latest = GenerationLoop(conversation, max_new_tokens, sampling, eos, stop, read_every)
+        return self._latest
+
+    def _finish(self) -> None:
+        """Finish an answer, one that was left early, too."""
+        if self._latest is not None:
+            with self._whole():
+                self._latest.finish()
+                self._latest = None
+
+    def _finish_if_idle(self) -> None:
+        """Finish an answer that was left early, unless a call is going on: another thread's, or the one that
+        has called the caller."""
+        if self._latest is not None and not self._exclusive.is_held:
+            with self._exclusive:
+                self._finish()
 
     def _read_every(self, stop: Stop | None) -> int:
         return 1 if stop is not None or self.model.device.type == "cpu" else READ_EVERY
@@ -313,10 +401,11 @@ class Decoder:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """A change of the conversation. One that is broken off, by Ctrl-C or an error, leaves the cache
-        between two states: forget it all."""
+        """A change of the conversation, in the same modes whatever the caller's are. One that is broken off,
+        by Ctrl-C or an error, leaves the cache between two states: forget it all."""
+        autocast = torch.autocast(self.model.device.type, enabled=False)
         try:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), autocast:
                 yield
         except BaseException:
             self._forget()

@@ -26,8 +26,8 @@ class Budgets:
     * `overfull`: whether the prompts have to be evicted.
     """
 
-    def __init__(self, eviction: EvictionConfig | None, lengths: Sequence[int], num_layers: int) -> None:
-        self._lengths, self._grows = lengths, eviction is not None and eviction.after == "none"
+    def __init__(self, eviction: EvictionConfig | None, lengths: list[int], num_layers: int) -> None:
+        self.lengths, self._grows = lengths, eviction is not None and eviction.after == "none"
         if eviction is None:
             self.rows, self.protection = [MAX_BUDGET] * len(lengths), [(0, 0, 0)] * len(lengths)
         else:
@@ -55,7 +55,7 @@ class Budgets:
         used = [
             min(budget + beyond, length + new_tokens)
             for sets in self.by_layer
-            for length, budget in zip(self._lengths, sets, strict=True)
+            for length, budget in zip(self.lengths, sets, strict=True)
         ]
         return bucket(max(used) + 1)
 

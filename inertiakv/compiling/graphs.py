@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from torch import nn
 from .cpu import SETTINGS, no_garbage_collection, start_toolchain
 from .disk_cache import DiskCached
 from .replay import Replayed
+
+_one_at_a_time = threading.Lock()
+"""Threads compile one after the other: the compiler's settings and counters are the process's."""
 
 
 @dataclass
@@ -60,14 +64,15 @@ class Graphs:
         if key in self._compiled:
             return self._compiled[key](*args)
         start = time.perf_counter()
-        with no_garbage_collection():
-            self._compiled[key] = compiled = self._compile(str(key[0]), function, static, capture)
+        with _one_at_a_time, no_garbage_collection():
+            compiled = self._compile(str(key[0]), function, static, capture)
             from torch._dynamo.utils import counters  # imported late: the compiler takes seconds to import
 
             breaks = counters["graph_break"].total()
             result = compiled(*args)
+            self.stats.breaks += counters["graph_break"].total() - breaks
+        self._compiled[key] = compiled  # once it has run: what is broken off is compiled anew
         self.stats.seconds += time.perf_counter() - start
-        self.stats.breaks += counters["graph_break"].total() - breaks
         return result
 
     def drop_captures(self) -> None:

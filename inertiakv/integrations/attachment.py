@@ -80,8 +80,8 @@ def _hook(owner: nn.Module) -> None:
 
 
 def _keep_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let the mask of a pass with an InertiaCache, [B, S], come to the attention function. With four dimensions
-    it is handed through, and becomes no mask of queries and keys."""
+    """Let the mask of a pass with an InertiaCache, [B, S], come to the attention function. With four
+    dimensions it is handed through, and becomes no mask of queries and keys."""
     from .transformers import InertiaCache
 
     if not any(isinstance(value, InertiaCache) for value in kwargs.values()):
