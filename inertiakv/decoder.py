@@ -340,6 +340,7 @@ class Decoder:
     def _begin(self, budgets: Budgets, max_new_tokens: int) -> ModelConversation:
         """Start a conversation with room for prompts of these budgets."""
         self._forget()
+        self.graphs.follow(self.model)
         slots = self._slots(budgets, max_new_tokens)
         self._conversation = ModelConversation.begin(self._runtime, budgets.lengths, budgets, slots)
         return self._conversation
@@ -356,6 +357,7 @@ class Decoder:
         budget."""
         eos = self.model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
         conversation = self._current()
+        self.graphs.follow(self.model)
         self._latest = GenerationLoop(conversation, max_new_tokens, sampling, eos, stop, read_every)
         return self._latest
 

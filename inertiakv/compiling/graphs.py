@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .changes import traits
 from .cpu import SETTINGS, no_garbage_collection, start_toolchain
 from .disk_cache import DiskCached
 from .replay import Replayed
 
+log = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()
 """Threads compile one after the other: the compiler's settings and counters are the process's."""
 
@@ -45,6 +48,18 @@ class Graphs:
     on_compile: Callable[[str], None] | None = None
     stats: GraphStats = field(default_factory=GraphStats)
     _compiled: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict)
+    _traits: list[Any] | None = None
+
+    def follow(self, model: object) -> None:
+        """Drop all graphs where the model has been changed since the last call: a hook, a layer, a number of
+        it. Its weights may change at any time."""
+        if not self.enabled:
+            return
+        now = traits(model)
+        if self._traits is not None and now != self._traits:
+            log.warning("the model was changed: its decode steps are compiled anew")
+            self._compiled.clear()
+        self._traits = now
 
     def run(
         self,
