@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from .requests.prompts import Prompts, check_positions, count_rows, is_single, t
 from .requests.results import Generation, Stats
 from .requests.sampling import Sampling
 
+log = logging.getLogger(__name__)
 _GREEDY = Sampling()
 
 
@@ -287,7 +289,10 @@ class Decoder:
                     if token != NO_TOKEN:
                         row.append(token)
         self._finish()
-        return Generation(tokens, conversation.finish_reasons(), copy.deepcopy(conversation.stats))
+        out = Generation(tokens, conversation.finish_reasons(), copy.deepcopy(conversation.stats))
+        for failure in out.failures():
+            log.warning(failure)
+        return out
 
     def recording(self) -> Recording:
         """What the answer's decode steps saw. Raises ValueError for a decoder that does not record."""

@@ -27,6 +27,7 @@ class BatchState(nn.Module):
     position_B: Tensor
     fed_B: Tensor
     finished_B: Tensor
+    failed_B: Tensor
     prompt_B: Tensor
     sinks_B: Tensor
     recent_B: Tensor
@@ -52,6 +53,7 @@ class BatchState(nn.Module):
         )  # tokens in the cache's sequence so far, so the position of the next one fed
         buffer("fed_B", batch, dtype=torch.bool, fill=1)  # whether the last token is in the cache already
         buffer("finished_B", batch, dtype=torch.bool)
+        buffer("failed_B", batch, dtype=torch.bool)  # ended since its logits were not finite
         # The prompt's tokens, and the positions protected by it: at the start, at the end, spaced over the
         # prompt.
         buffer("prompt_B", batch)
@@ -70,7 +72,7 @@ class BatchState(nn.Module):
     def start(self, prompt_tokens: Sequence[int], protection: Sequence[tuple[int, int, int]]) -> None:
         """Reset, for prompts of these lengths. `protection`: how many positions are protected in each row,
         see `EvictionConfig.protection_for`."""
-        for tensor in (self.token_B, self.position_B, self.finished_B, self.cursor):
+        for tensor in (self.token_B, self.position_B, self.finished_B, self.failed_B, self.cursor):
             tensor.zero_()
         self.fed_B.fill_(True)
         self.prompt_B.copy_(torch.tensor(prompt_tokens))
@@ -91,13 +93,14 @@ class BatchState(nn.Module):
 
     def choose(self, logits_BV: Tensor, *, greedy: bool) -> None:
         """Take each active row's next token from its logits, enter it into the history and end rows at an
-        end-of-sequence id. Runs inside the graph."""
+        end-of-sequence id. A row whose logits are not finite ends without a token. Runs inside the graph."""
         logits_BV = logits_BV.float()
+        finite_B = logits_BV.amax(-1).isfinite()
         if greedy:
             token_B = logits_BV.argmax(-1)
         else:
             token_B = sample(
-                logits_BV,
+                torch.where(finite_B[:, None], logits_BV, 0.0),
                 temperature_B=self.temperature_B,
                 top_k_B=self.top_k_B,
                 top_p_B=self.top_p_B,
@@ -105,6 +108,8 @@ class BatchState(nn.Module):
                 seed_B=self.seed_B,
                 position_B=self.position_B,
             )
+        self.failed_B.logical_or_(~self.finished_B & ~finite_B)
+        self.finished_B.logical_or_(self.failed_B)
         active_B = ~self.finished_B
         self.history_BC.index_copy_(1, self.cursor[None], torch.where(active_B, token_B, NO_TOKEN)[:, None])
         self.cursor.copy_((self.cursor + 1) % READ_EVERY)

@@ -94,6 +94,7 @@ class ModelConversation(Conversation):
             room = max(new_tokens, self.runtime.drafted)
             self.move_to(self.runtime.buffers.prompt_cache(len(rows), longest + room))
         self.batch.finished_B.fill_(False)
+        self.batch.failed_B.fill_(False)
         self.stopped.clear()
         self.turn_step = 0
         if self.eviction is None or self.eviction.evict_at == "prompt":
@@ -268,8 +269,11 @@ class ModelConversation(Conversation):
 
     def finish_reasons(self) -> list[FinishReason]:
         """Why each row of an answer has ended."""
-        ended, stopped = self.batch.finished_B.tolist(), self.stopped
-        return ["stop" if row in stopped else "eos" if end else "length" for row, end in enumerate(ended)]
+        failed, ended = self.batch.failed_B.tolist(), self.batch.finished_B.tolist()
+        return [
+            "not_finite" if failed[row] else "stop" if row in self.stopped else "eos" if end else "length"
+            for row, end in enumerate(ended)
+        ]
 
     def complete_stats(self) -> None:
         """Fill in what is known at the end of an answer."""

@@ -61,6 +61,8 @@ def read(runtime: Runtime, path: str | Path) -> tuple[dict[str, Any], dict[str, 
                 if state[name] != ours:
                     raise ValueError(f"{path} was saved with {name} {state[name]}, this decoder has {ours}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            # Files that were written before rows could fail do not have it.
+            tensors.setdefault("rows.failed_B", torch.zeros_like(tensors["rows.finished_B"]))
             _check_complete(runtime, state, tensors)
     except SafetensorError as error:
         raise ValueError(f"{path} is no readable safetensors file: {error}") from error

@@ -7,7 +7,8 @@ from typing import Literal
 
 from ..compiling.graphs import GraphStats
 
-FinishReason = Literal["eos", "stop", "length"]
+FinishReason = Literal["eos", "stop", "length", "not_finite"]
+"""`not_finite`: the logits of the next token were NaN or infinite."""
 
 
 @dataclass
@@ -71,3 +72,11 @@ class Generation:
     tokens: list[list[int]]
     finish_reasons: list[FinishReason]
     stats: Stats
+
+    def failures(self) -> list[str]:
+        """What to say of each row that ended since its logits were not finite."""
+        return [
+            f"logits are not finite in row {row} from token {len(self.tokens[row]) + 1} on"
+            for row, reason in enumerate(self.finish_reasons)
+            if reason == "not_finite"
+        ]

@@ -29,8 +29,9 @@ class Run:
     def remarks(self) -> list[str]:
         """What a user should know who expects that something was evicted, or more kept."""
         ranks = self.model["ranks"]
+        failed = [f"{failure}; try --dtype bfloat16 or float32" for failure in self.generation.failures()]
         shared = [f"each of {ranks} ranks has as much cache"] if ranks > 1 else []
-        return shared + self._remarks_on_budgets()
+        return failed + shared + self._remarks_on_budgets()
 
     def _remarks_on_budgets(self) -> list[str]:
         stats = self.generation.stats
