@@ -90,7 +90,7 @@ class Evaluation:
         rules: Sequence[Rule],
         *,
         batch: int = 1,
-        compile: bool = True,
+        compile: bool | None = None,
         attention: str = "auto",
         on_compile: Callable[[str], None] | None = None,
         on_draft: Callable[[int, int], None] | None = None,
@@ -165,7 +165,7 @@ class Evaluation:
 
     def _answer(self, group: Group, questions: list[Question], done: Container[Key]) -> Iterator[Record]:
         """A batch, rule after rule."""
-        filled = questions + [questions[0]] * (self.compile * (self.batch - len(questions)))
+        filled = questions + [questions[0]] * ((self.compile is not False) * (self.batch - len(questions)))
         prompts, limits = [question.ids for question in filled], [*map(_new_tokens, filled)]
         new_tokens = max(limits)
         # It costs a look at every token, on a GPU too.

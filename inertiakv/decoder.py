@@ -44,7 +44,8 @@ class Decoder:
 
     * `model`: offers what `inertiakv.model.LanguageModel` says, as `inertiakv.models.Transformer` does.
     * `eviction`: the rule; None keeps every token.
-    * `compile`: run the decode step as compiled graphs; without, the same functions run eagerly.
+    * `compile`: run the decode step as compiled graphs; without, the same functions run eagerly. None:
+      compiled where this machine can, and else a line of the log says what it lacks.
     * `attention`: "dense", "flex", or "auto" for the faster one on the model's device.
     * `prefill_chunk`: tokens of a prompt that go through the model at a time.
     * `repeat_prefix`: token ids of an instruction that goes before the repetitions of scorer
@@ -63,7 +64,7 @@ class Decoder:
         model: LanguageModel,
         eviction: EvictionConfig | None = EvictionConfig(),  # noqa: B008 (immutable)
         *,
-        compile: bool = True,
+        compile: bool | None = None,
         attention: str = "auto",
         prefill_chunk: int = 2048,
         repeat_prefix: Sequence[int] = (),

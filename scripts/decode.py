@@ -96,7 +96,7 @@ class MachineOptions(ModelOptions):
     """Weights of linear layers as int8, half of bfloat16's bytes. Needs torchao."""
     attention: Literal["auto", "dense", "flex"] = "auto"
     """auto: the faster one on the device."""
-    compile: bool = True
+    compile: Annotated[bool | None, Option(default="where there is a C++ compiler")] = None
     """Run the decode step as a compiled graph, which pays off from some hundred tokens on."""
 
 

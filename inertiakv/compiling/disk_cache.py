@@ -30,6 +30,8 @@ from .fingerprint import UnknownError, fingerprint
 
 Function = Callable[..., Any]
 log = logging.getLogger(__name__)
+MAX_BYTES = 2**30
+"""Of all files together."""
 _CUSTOM = (
     *("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "custom_partitioner_fn"),
     *("post_grad_custom_pre_pass", "post_grad_custom_post_pass"),
@@ -67,6 +69,7 @@ class DiskCached:
             with config.patch(SETTINGS):  # with other settings the loops would be compiled once more
                 loaded: Any = torch.compiler.load_compiled_function(io.BytesIO(data))
             loaded.disable_guard_check()
+            os.utime(path)  # it is one of those used last
         except Exception as error:  # whatever a file holds, there is a way on
             log.info("%s cannot be loaded (%s): compiling", path, error)
             return None
@@ -84,15 +87,27 @@ class DiskCached:
             log.info("a compiled function cannot be kept on disk (%s)", error)
             return compiled
         unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        with suppress(Exception):
+        try:
             path.parent.mkdir(exist_ok=True)
             made.save_compiled_function(str(unfinished))
             data = unfinished.read_bytes()
             unfinished.write_bytes(_digest(path, data) + data)
             unfinished.replace(path)
+            _prune(path.parent)
+        except Exception as error:  # a full disk, say
+            log.info("%s cannot be written (%s)", path, error)
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         return made
+
+
+def _prune(folder: Path) -> None:
+    """Remove the files that were used longest ago, beyond what the folder may hold."""
+    held = 0
+    for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True):
+        held += file.stat().st_size
+        if held > MAX_BYTES:
+            file.unlink(missing_ok=True)
 
 
 def _digest(path: Path, data: bytes) -> bytes:

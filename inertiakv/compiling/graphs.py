@@ -23,6 +23,10 @@ _one_at_a_time = threading.Lock()
 """Threads compile one after the other: the compiler's settings and counters are the process's."""
 
 
+MAX_GRAPHS = 64
+"""Graphs that a decoder holds: those used last."""
+
+
 @dataclass
 class GraphStats:
     """Counts of graphs compiled (`stored`: of these, loaded from disk), graph breaks and recompiles, and
@@ -77,7 +81,8 @@ class Graphs:
         if capture and self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         if key in self._compiled:
-            return self._compiled[key](*args)
+            compiled = self._compiled[key] = self._compiled.pop(key)  # the latest used is the last one
+            return compiled(*args)
         start = time.perf_counter()
         with _one_at_a_time, no_garbage_collection():
             compiled = self._compile(str(key[0]), function, static, capture)
@@ -87,6 +92,10 @@ class Graphs:
             result = compiled(*args)
             self.stats.breaks += counters["graph_break"].total() - breaks
         self._compiled[key] = compiled  # once it has run: what is broken off is compiled anew
+        if len(self._compiled) > MAX_GRAPHS:
+            oldest = next(iter(self._compiled))
+            log.info("more than %d graphs: that of %s is dropped", MAX_GRAPHS, oldest)
+            del self._compiled[oldest]
         self.stats.seconds += time.perf_counter() - start
         return result
 

@@ -12,6 +12,9 @@ from ..model import LanguageModel, Sizes
 from .batch import BatchState
 from .recording import Recorder
 
+MAX_BATCH_STATES = 16
+"""States of batches of different sizes that are kept: those used last."""
+
 
 def prefill_bytes(sizes: Sizes, batch: int, chunk: int, dtype: torch.dtype) -> int:
     """What a chunk of a prompt takes on its way through the model, beside caches: an estimate, a few
@@ -57,9 +60,11 @@ class Buffers:
         return cache is self._decode_cache
 
     def batch_state(self, batch: int) -> BatchState:
-        if batch not in self._batch_states:
-            self._batch_states[batch] = BatchState(batch, self.device)
-        return self._batch_states[batch]
+        state = self._batch_states.pop(batch, None) or BatchState(batch, self.device)
+        self._batch_states[batch] = state  # the latest used is the last one
+        if len(self._batch_states) > MAX_BATCH_STATES:
+            del self._batch_states[next(iter(self._batch_states))]
+        return state
 
     def recorder_for(self, cache: SlotCache) -> Recorder | None:
         """What steps in this cache are recorded by, None where they are not."""

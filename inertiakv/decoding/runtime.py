@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from ..attention.backend import choose_backend
 from ..compiling.collectives import tensor_parallel_of
 from ..compiling.graphs import Graphs, check_ties
 from ..compiling.numerics import accumulation_dtype
+from ..compiling.toolchain import missing_toolchain
 from ..config import EvictionConfig
 from ..model import LanguageModel
 from ..requests.prompts import to_rows
@@ -20,6 +22,10 @@ from .buffers import Buffers
 from .decoding_rule import DecodingRule
 from .prefill import Prefill
 from .tensor_parallel import check_rule
+
+log = logging.getLogger(__name__)
+MAX_RULES = 32
+"""Rules with graphs of their own that are kept: those used last."""
 
 
 class Runtime:
@@ -34,7 +40,7 @@ class Runtime:
         model: LanguageModel,
         eviction: EvictionConfig | None,
         *,
-        compile: bool,
+        compile: bool | None,
         attention: str,
         prefill_chunk: int,
         repeat_prefix: Sequence[int],
@@ -49,6 +55,7 @@ class Runtime:
             raise ValueError(f"record must be a whole number of steps, got {record!r}")
         if repeat_prefix:
             to_rows(list(repeat_prefix), model.config.vocab_size, what="repeat_prefix")
+        compile = _can_compile(compile, model.device)
         if compile and isinstance(model, torch.nn.Module):
             check_ties(model)
         self.model, self.repeat_prefix, self.on_draft = model, tuple(repeat_prefix), on_draft
@@ -80,13 +87,16 @@ class Runtime:
             learned = self._learned(eviction)
             if eviction.scorer == "expected_attention":
                 check_rotary(self.model)
-        rule = self._rules.get(graph_key)
+        rule = self._rules.pop(graph_key, None)
         if rule is None:
-            rule = self._rules[graph_key] = self._make_rule(eviction, learned, one_graph)
+            rule = self._make_rule(eviction, learned, one_graph)
         elif eviction is not None:
             rule.follow(eviction)
             if rule.learned is not None and learned is not None:  # the file may have changed
                 rule.learned.load_state_dict(learned.state_dict())
+        self._rules[graph_key] = rule  # the latest used is the last one
+        if len(self._rules) > MAX_RULES:
+            del self._rules[next(iter(self._rules))]
         self.rule, self.graph_key = rule, graph_key
         self.buffers.scope = "shared" if eviction is None else eviction.scope
 
@@ -125,3 +135,14 @@ class Runtime:
             raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
         if eviction.draft:
             raise ValueError(f"record takes the steps of an answer, and not those of draft={eviction.draft}")
+
+
+def _can_compile(asked: bool | None, device: torch.device) -> bool:
+    """Whether steps are compiled. Raises ValueError where they should be and cannot."""
+    missing = None if asked is False else missing_toolchain(device)
+    if missing is None:
+        return asked is not False
+    if asked:
+        raise ValueError(f"decode steps cannot be compiled: {missing}")
+    log.warning("decode steps run uncompiled, which is slower: %s", missing)
+    return False
