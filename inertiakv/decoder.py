@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -101,6 +102,9 @@ class Decoder:
         with self._exclusive, torch.inference_mode(False):
             self._runtime.use(eviction)
             self._forget()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Decoder cannot be copied or pickled: make another one of its model")
 
     @property
     def eviction(self) -> EvictionConfig | None:

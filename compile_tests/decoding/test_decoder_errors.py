@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -169,3 +171,9 @@ def test_a_model_that_was_moved_is_refused() -> None:
     for call in (lambda: decoder.decode(3), lambda: decoder.prefill(PROMPT), lambda: decoder.extend([1])):
         with pytest.raises(ValueError, match="make a new Decoder"):
             call()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_decoder_is_not_copied(copied: Any) -> None:
+    with pytest.raises(TypeError, match="a Decoder cannot be copied or pickled"):
+        copied(decoder_for(MODEL, RULE))

@@ -79,6 +79,24 @@ def test_a_copied_model_is_one_of_its_own(copied: Any) -> None:
         generate(other, *padded(prompts(30)), 6, InertiaCache(model, RULE))
 
 
+def test_a_prompt_is_read_once_and_its_cache_copied() -> None:
+    model, _ = pair("llama")
+    turns = [prompts(8, seed=seed) for seed in (4, 5)]
+    talk = Talk(model, InertiaCache(model, RULE))
+    talk.say(prompts(30), 4)
+    answers = []
+    for turn in turns:
+        branch = Talk(model, copy.deepcopy(talk.cache))
+        branch.ids_BS, branch.mask_BS = talk.ids_BS, talk.mask_BS
+        answers.append(branch.say(turn, 6))
+    for turn, answer in zip(turns, answers, strict=True):
+        whole = Talk(model, InertiaCache(model, RULE))
+        whole.say(prompts(30), 4)
+        assert whole.say(turn, 6) == answer
+    with pytest.raises(TypeError, match="an InertiaCache cannot be pickled"):
+        pickle.dumps(talk.cache)
+
+
 def test_a_change_of_attention_is_followed() -> None:
     model = copy.deepcopy(pair("llama")[0])
     expected = generate(model, *padded(prompts(30)), 6, InertiaCache(model, RULE))

@@ -14,6 +14,7 @@ D head dim, L tokens that a sliding layer still has.
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -148,6 +149,17 @@ class InertiaCache(Cache):
 
     def batch_select_indices(self, indices: Any) -> NoReturn:
         raise ValueError("rows of an InertiaCache cannot be selected")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InertiaCache:
+        """Another cache of the same model, with what this one has kept."""
+        memo[id(self._config)] = self._config
+        other = memo[id(self)] = object.__new__(type(self))
+        for name, value in vars(self).items():
+            setattr(other, name, copy.deepcopy(value, memo))
+        return other
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an InertiaCache cannot be pickled: it is one model's, of this process")
 
     # The pass itself.
 
