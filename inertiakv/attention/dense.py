@@ -125,34 +125,33 @@ def dense_chunk(
     query_BT: Tensor,
     window: int | None,
     scale: float,
-    end_slot: int,
-    start_slot: int | None = None,
+    slots_used: int,
+    slots_before: int | None = None,
     softmax: Softmax | None = None,
 ) -> Tensor:
     """Attention of a chunk of queries, [B, H, T, D].
 
-    The chunk's own tokens must lie in order in the slots before `end_slot` (in the row where they reach
-    furthest). `start_slot`: given where they begin at the same slot in every row, and all slots before it
-    hold tokens that are older.
+    The chunk's own tokens must lie in order, at the end of the first `slots_used` slots in the row with the
+    most. `slots_before`: how many slots hold older tokens, where it is the same in every row.
     """
     plain = window is None and softmax is None
-    if start_slot is not None and plain and q_BHTD.device.type == "cpu":
-        out_BHTD = _unmasked_chunk(q_BHTD, k_BGND, v_BGND, scale, start_slot)
+    if slots_before is not None and plain and q_BHTD.device.type == "cpu":
+        out_BHTD = _unmasked_chunk(q_BHTD, k_BGND, v_BGND, scale, slots_before)
     else:
         seen = (position_BXN, query_BT, window)
-        out_BHTD = _masked_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, end_slot, softmax)
+        out_BHTD = _masked_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, slots_used, softmax)
     return torch.where((query_BT >= 0)[:, None, :, None], out_BHTD, 0.0)
 
 
-def _unmasked_chunk(q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, scale: float, start_slot: int) -> Tensor:
+def _unmasked_chunk(q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, scale: float, before: int) -> Tensor:
     """Attention of a chunk without a mask, which takes up to half of the time on CPUs: once over all older
     tokens, once causally over its own, merged by log-sum-exp."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    own = slice(start_slot, start_slot + q_BHTD.shape[2])
+    own = slice(before, before + q_BHTD.shape[2])
     out_BHTD, lse_BHT = flash(q_BHTD, k_BGND[:, :, own], v_BGND[:, :, own], is_causal=True, scale=scale)
-    if start_slot == 0:
+    if before == 0:
         return out_BHTD
-    old_BHTD, old_lse_BHT = flash(q_BHTD, k_BGND[:, :, :start_slot], v_BGND[:, :, :start_slot], scale=scale)
+    old_BHTD, old_lse_BHT = flash(q_BHTD, k_BGND[:, :, :before], v_BGND[:, :, :before], scale=scale)
     share_BHT1 = torch.sigmoid(old_lse_BHT - lse_BHT)[..., None]
     accurate = share_BHT1.dtype
     return torch.lerp(out_BHTD.to(accurate), old_BHTD.to(accurate), share_BHT1).to(q_BHTD.dtype)
@@ -166,7 +165,7 @@ def _masked_chunk(
     query_BT: Tensor,
     window: int | None,
     scale: float,
-    end_slot: int,
+    slots_used: int,
     softmax: Softmax | None,
 ) -> Tensor:
     """Attention of a chunk under the mask rule, a block of queries at a time; each block skips the slots of
@@ -175,7 +174,7 @@ def _masked_chunk(
     blocks = []
     for start in range(0, total, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, total)
-        keys = min(slots, end_slot - (total - end))
+        keys = min(slots, slots_used - (total - end))
         seen_BXTN = visible(position_BXN[..., :keys], query_BT[:, start:end], window)
         qkv = (q_BHTD[:, :, start:end], k_BGND[:, :, :keys], v_BGND[:, :, :keys])
         if softmax is not None:

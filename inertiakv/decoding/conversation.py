@@ -35,18 +35,14 @@ class Conversation:
         for sets, of_rows in zip(self.cache.retention, budgets.by_layer, strict=False):
             sets.budget_BX.copy_(torch.tensor(of_rows)[:, None])
 
-    def keep_only(self, keep_BXN: Sequence[Tensor], target: SlotCache) -> None:
-        """Evict all tokens but those marked, and go on in `target`, which may be the cache there is."""
+    def move_to(self, target: SlotCache, keep_BXN: Sequence[Tensor] | None = None) -> None:
+        """Go on in `target`, which may be the cache there is, with all tokens or those marked."""
+        keep_BXN = self.cache.everything() if keep_BXN is None else keep_BXN
         if target is self.cache:
             self.cache.keep(keep_BXN)
         else:
-            self.move_to(target, keep_BXN)
-
-    def move_to(self, target: SlotCache, keep_BXN: Sequence[Tensor] | None = None) -> None:
-        """Go on in another cache, with all tokens or those marked."""
-        keep_BXN = self.cache.everything() if keep_BXN is None else keep_BXN
-        target.take_from(self.cache, keep_BXN, release=self.releases(self.cache))
-        self.cache = target
+            target.take_from(self.cache, keep_BXN, release=self.releases(self.cache))
+            self.cache = target
 
     def releases(self, cache: SlotCache) -> bool:
         """Whether the memory of a cache is given back when it is left."""

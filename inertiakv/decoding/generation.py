@@ -158,7 +158,7 @@ class ModelConversation(Conversation):
                     draft_BD = self._draft(before_BW, draft_BD, new_tokens)
             logits_BV, keep_BXN = self._choose(before_BW, draft_BD, new=new)
             in_place = runtime.buffers.is_decode_cache(self.cache)
-            self.keep_only(keep_BXN, self.cache if in_place else self._decode_cache(new_tokens, keep_BXN))
+            self.move_to(self.cache if in_place else self._decode_cache(new_tokens, keep_BXN), keep_BXN)
         self.logits_BV = self.logits_BV if logits_BV is None else logits_BV
         self.overfull = False
         self.turn_step += new
@@ -170,12 +170,11 @@ class ModelConversation(Conversation):
         """Logits and the tokens to keep, by the evicting step; budgets are those that hold after it."""
         runtime, cache = self.runtime, self.cache
         assert self.eviction is not None
-        end_slot = cache.filled + new + draft_BD.shape[1]
         # In another cache slots are not those of later steps.
         recorded = new and runtime.buffers.is_decode_cache(cache)
         recorder = runtime.buffers.recorder_for(cache) if recorded else None
         state = (runtime.model, cache, self.batch, self.rule, recorder, before_BW, draft_BD)
-        logits_BV, keep_BXN = evicting_step(*state, new=new, end_slot=end_slot)
+        logits_BV, keep_BXN = evicting_step(*state, new=new)
         set_budgets_after_prompt(self.eviction, cache.retention, keep_BXN)
         return logits_BV, keep_BXN
 
@@ -223,8 +222,8 @@ class ModelConversation(Conversation):
             self.move_to(self.runtime.buffers.decode_cache(self.stats.batch, slots))
 
     def move_to(self, target: SlotCache, keep_BXN: Sequence[Tensor] | None = None) -> None:
-        # Captures of steps in the cache that is left would keep it alive.
-        self.runtime.graphs.drop_captures()
+        if target is not self.cache:  # which captures of its steps would keep alive
+            self.runtime.graphs.drop_captures()
         super().move_to(target, keep_BXN)
 
     def releases(self, cache: SlotCache) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..attention.dense import Softmax
+from ..attention.forward_state import ForwardState
 from ..cache.budgets import Budgets, set_budgets_after_prompt
 from ..cache.retention import EMPTY
 from ..cache.slot_cache import CacheShape, SlotCache, bucket
@@ -26,7 +27,7 @@ from ..decoding.batch import BatchState
 from ..decoding.conversation import Conversation
 from ..decoding.decoding_rule import DecodingRule
 from ..decoding.forward import ForwardPass, LayerPass
-from ..decoding.steps import chosen, chunk_state, decode_state, evicting_state
+from ..decoding.steps import chosen, decode_state, evicting_state
 from ..scoring.learned import LearnedScorer
 
 ROOM = 256
@@ -188,16 +189,16 @@ class LayerwiseConversation(Conversation):
         # Padding lands in the last slot, which no prompt fills.
         slots_BT = torch.where(real_BT, base_B[:, None] + offset_BT, cache.shape.slots - 1)
         left_T = torch.arange(length, 0, -1, device=self.device)
-        state = chunk_state(
-            self.rule,
+        state = ForwardState(
             torch.where(real_BT, batch.position_B[:, None] + offset_BT, EMPTY),
             slots_BT,
+            self.rule.backend,
+            self.rule.windows,
             # As if no padding came between a token and the last one.
-            int(torch.where(real_BT, slots_BT + left_T, 0).max()),
-            filled if whole else None,
+            slots_used=int(torch.where(real_BT, slots_BT + left_T, 0).max()),
+            slots_before=filled if whole else None,
         )
         forward = ForwardPass(cache, state)
-        forward.begin()
         for sets in cache.retention:
             sets.free_BX.copy_((base_B + count_B)[:, None])
         batch.position_B.add_(count_B)
@@ -226,12 +227,10 @@ class LayerwiseConversation(Conversation):
         """The new token, if there is one, and the last ones of the prompt, which score it together."""
         cache, batch, new = self.cache, self.batch, real_BT.shape[1] == 1
         batch.finished_B.copy_(~real_BT[:, 0] if new else torch.zeros_like(batch.finished_B))
-        fed_B = ~batch.finished_B | cache.overfull_B
         real_BT = torch.cat((self._real_BW, real_BT), dim=1)
-        state = evicting_state(self.rule, batch, real_BT, fed_B, new=int(new), end_slot=cache.filled + new)
+        state = evicting_state(cache, self.rule, batch, real_BT, new=int(new))
         forward = ForwardPass(cache, state, self.rule.coefficients())
-        forward.begin()
-        return Part(forward, columns, fed_B, evicts_prompt=True)
+        return Part(forward, columns, state.active_B, evicts_prompt=True)
 
     def _decode_part(self, real_BT: Tensor) -> Part:
         if self._room < 1:
@@ -239,9 +238,7 @@ class LayerwiseConversation(Conversation):
         active_B = real_BT[:, 0]
         scores = self.rule.refreshes_at(self.turn_step + 1)
         state = decode_state(self.rule, self.batch, active_B, scores=scores)
-        forward = ForwardPass(self.cache, state, self.rule.coefficients())
-        forward.begin()
-        return Part(forward, slice(0, 1), active_B)
+        return Part(ForwardPass(self.cache, state, self.rule.coefficients()), slice(0, 1), active_B)
 
     def _compact(self) -> None:
         """Evict the prompt to budget, and give back the memory that it took."""
@@ -249,7 +246,7 @@ class LayerwiseConversation(Conversation):
         set_budgets_after_prompt(self.config, self.cache.retention, keep_BXN)
         self._forget_queries()
         slots = self.cache.slots_for(ROOM, keep_BXN)
-        self.keep_only(keep_BXN, self.cache if slots == self.cache.shape.slots else self._new_cache(slots))
+        self.move_to(self.cache if slots == self.cache.shape.slots else self._new_cache(slots), keep_BXN)
         self._measure()
 
     def _grow(self) -> None:

@@ -257,7 +257,7 @@ class InertiaCache(Cache):
         column_BS = torch.where(self._position_BS > EMPTY, column_S, EMPTY)
         query_BT, position_BXL = column_BS[:, -length:], column_BS[:, None, -held:]
         masks = (visible(position_BXL, query_BT, window),) if length == 1 else ()
-        state = ForwardState(query_BT, None, "dense", (window,), end_slot=held)
+        state = ForwardState(query_BT, None, "dense", (window,), slots_used=held)
         state = state._replace(position_BXN=position_BXL, visible_BXTN=masks)
         return attend_to(state, q_BHTD, k_BGLD, v_BGLD, window, scale, softmax, weighs=False)[0]
 
