@@ -16,7 +16,7 @@ from .config import EvictionConfig
 from .decoding import saving
 from .decoding.batch import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, BatchState
 from .decoding.decoding_rule import DecodingRule
-from .decoding.generation import GenerationLoop, ModelConversation, Stop
+from .decoding.generation import Conversation, GenerationLoop, Stop
 from .decoding.prefill import Progress
 from .decoding.recording import Recording
 from .decoding.runtime import Runtime
@@ -78,7 +78,7 @@ class Decoder:
             record=record,
             check_ranks=check_ranks,
         )
-        self._conversation: ModelConversation | None = None
+        self._conversation: Conversation | None = None
         self._latest: GenerationLoop | None = None  # which alone may go on
 
     def use(self, eviction: EvictionConfig | None) -> None:
@@ -241,7 +241,7 @@ class Decoder:
         self._forget()
         self._conversation = saving.restore(self._runtime, state, tensors)
 
-    def _begin(self, lengths: list[int], max_new_tokens: int) -> ModelConversation:
+    def _begin(self, lengths: list[int], max_new_tokens: int) -> Conversation:
         """Start a conversation with room for prompts of these lengths, once nothing speaks against it."""
         buffers, config = self._runtime.buffers, self.model.config
         budgets = Budgets(self.eviction, lengths, config.num_layers)
@@ -253,7 +253,7 @@ class Decoder:
         prompt_slots = bucket(longest + drafted + 1) if budgets.overfull else 0
         buffers.require(len(lengths), prompt_slots, slots, min(longest, self._runtime.prefill.chunk))
         self._forget()
-        self._conversation = ModelConversation.begin(self._runtime, lengths, budgets, slots)
+        self._conversation = Conversation.begin(self._runtime, lengths, budgets, slots)
         return self._conversation
 
     def _tokens(
@@ -300,7 +300,7 @@ class Decoder:
             raise ValueError(f"{len(eos)} end-of-sequence ids; at most {MAX_EOS_IDS} are supported")
         return eos
 
-    def _current(self) -> ModelConversation:
+    def _current(self) -> Conversation:
         if self._conversation is None:
             raise ValueError("no conversation yet: call generate, stream or prefill first")
         return self._conversation

@@ -9,6 +9,8 @@ kept.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -19,9 +21,19 @@ NO_POSITION = torch.iinfo(torch.int32).max
 """Newer than every position."""
 
 
-class RetentionSets(nn.Module):
-    """The sets of one layer, or the one that all layers share. A module with buffers, which compiled graphs
-    read and write in place at fixed addresses.
+class TensorState(nn.Module):
+    """A module of tensors alone, which compiled graphs read and write in place at fixed addresses."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.register_buffer(name, tensor)
+
+
+class RetentionSets(TensorState):
+    """The sets of one layer, or the one that all layers share.
 
     * `position_BXN` int32: the logical position in each slot, `EMPTY` where there is none;
     * `utility_BXN`: each token's utility m, float32 (float64 for a float64 model), 0 where empty;
@@ -29,18 +41,13 @@ class RetentionSets(nn.Module):
     * `budget_BX` int64: tokens that the set keeps.
     """
 
-    position_BXN: Tensor
-    utility_BXN: Tensor
-    free_BX: Tensor
-    budget_BX: Tensor
-
     def __init__(self, batch: int, sets: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         size = (batch, sets, slots)
-        self.register_buffer("position_BXN", torch.full(size, EMPTY, dtype=torch.int32, device=device))
-        self.register_buffer("utility_BXN", torch.zeros(size, dtype=dtype, device=device))
-        self.register_buffer("free_BX", torch.zeros(size[:2], dtype=torch.int64, device=device))
-        self.register_buffer("budget_BX", torch.full(size[:2], slots, device=device))
+        self.add("position_BXN", torch.full(size, EMPTY, dtype=torch.int32, device=device))
+        self.add("utility_BXN", torch.zeros(size, dtype=dtype, device=device))
+        self.add("free_BX", torch.zeros(size[:2], dtype=torch.int64, device=device))
+        self.add("budget_BX", torch.full(size[:2], slots, device=device))
 
     @property
     def count_BX(self) -> Tensor:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..cache.retention import EMPTY
 from ..compiling.numerics import accumulation_dtype
 from ..config import Scope
-from .retention import RetentionSets
+from .retention import EMPTY, RetentionSets, TensorState
 
 MASK_BLOCK = 128
 """Slots come in multiples of this: FlexAttention's block of a mask."""
@@ -57,7 +56,7 @@ class CacheShape:
         return 2 * self.layers * self.batch * self.kv_heads * self.slots * self.head_dim * dtype.itemsize
 
 
-class LayerCache(nn.Module):
+class LayerCache(TensorState):
     """K (after RoPE) and V of one layer, [B, G, N, D] each. Made without memory: `allocate` gives it."""
 
     k_BGND: Tensor
@@ -66,8 +65,8 @@ class LayerCache(nn.Module):
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._size = (shape.batch, shape.kv_heads, shape.slots, shape.head_dim)
-        self.register_buffer("k_BGND", torch.empty(0, dtype=dtype, device=device))
-        self.register_buffer("v_BGND", torch.empty(0, dtype=dtype, device=device))
+        self.add("k_BGND", torch.empty(0, dtype=dtype, device=device))
+        self.add("v_BGND", torch.empty(0, dtype=dtype, device=device))
 
     def allocate(self) -> None:
         """Give K and V their memory, if they have none. Zeros, since the weight 0 of an unseen slot times an

@@ -21,7 +21,6 @@ from ..requests.results import FinishReason, Stats
 from ..requests.sampling import Sampling
 from ..scoring.kvzip import reconstruct
 from .batch import MAX_EOS_IDS, NO_TOKEN, BatchState
-from .conversation import Conversation
 from .prefill import Progress
 from .runtime import Runtime
 from .steps import decode_step, evicting_step
@@ -31,8 +30,9 @@ Stop = Callable[[int, list[int]], bool]
 """Called with a row and the tokens of its answer so far; True ends the row."""
 
 
-class ModelConversation(Conversation):
-    """A conversation whose model this project runs."""
+class Conversation:
+    """What is cached of a batch, and where its turns stand. Broken off in the middle of any change, it is
+    between two states and of no use."""
 
     def __init__(
         self,
@@ -47,15 +47,16 @@ class ModelConversation(Conversation):
         turn_step: int = 0,
         stopped: set[int] | None = None,
     ) -> None:
-        super().__init__(runtime.rule, cache, batch)
-        self.runtime, self.stats, self.turn_step = runtime, stats, turn_step
+        self.runtime, self.rule, self.eviction = runtime, runtime.rule, runtime.rule.config
+        self.cache, self.batch, self.stats = cache, batch, stats
+        self.turn_step = turn_step  # decode steps of this turn: the t of the refresh schedule
         self.overfull = overfull  # the cache holds whole prompts, which the next step evicts to budget
         self.tokens = tokens or []  # of each row's prompt or turn, as far as it was entered
         self.logits_BV = logits_BV  # of the last token fed, where none has been chosen from them yet
         self.stopped = stopped or set()  # rows that the caller's `stop` has ended
 
     @classmethod
-    def begin(cls, runtime: Runtime, lengths: list[int], budgets: Budgets, slots: int) -> ModelConversation:
+    def begin(cls, runtime: Runtime, lengths: list[int], budgets: Budgets, slots: int) -> Conversation:
         """A conversation that takes prompts of these lengths next, and is decoded in a cache of `slots`."""
         rows, buffers = len(lengths), runtime.buffers
         cache = buffers.decode_cache(rows, slots)
@@ -66,9 +67,8 @@ class ModelConversation(Conversation):
         batch = buffers.batch_state(rows)
         batch.start(lengths, budgets.protection)
         kept = [None if runtime.rule.config is None else budget for budget in budgets.rows]
-        conversation = cls(runtime, cache, batch, Stats(lengths, kept), budgets.overfull)
-        conversation.set_budgets(budgets)
-        return conversation
+        budgets.enter(cache.retention)
+        return cls(runtime, cache, batch, Stats(lengths, kept), budgets.overfull)
 
     # Prompts and turns.
 
@@ -77,7 +77,7 @@ class ModelConversation(Conversation):
         self._read(rows, progress)
         self._evict_before_decoding(new_tokens)
 
-    def copy_prompts(self, source: ModelConversation, new_tokens: int) -> None:
+    def copy_prompts(self, source: Conversation, new_tokens: int) -> None:
         """Take in the prompts that another conversation has read, and neither evicted nor answered."""
         assert source.logits_BV is not None
         with self.timed("prefill"):
@@ -157,8 +157,10 @@ class ModelConversation(Conversation):
                         runtime.on_draft(number, eviction.drafts)
                     draft_BD = self._draft(before_BW, draft_BD, new_tokens)
             logits_BV, keep_BXN = self._choose(before_BW, draft_BD, new=new)
-            in_place = runtime.buffers.is_decode_cache(self.cache)
-            self.move_to(self.cache if in_place else self._decode_cache(new_tokens, keep_BXN), keep_BXN)
+            if runtime.buffers.is_decode_cache(self.cache):
+                self.cache.keep(keep_BXN)
+            else:
+                self.move_to(self._decode_cache(new_tokens, keep_BXN), keep_BXN)
         self.logits_BV = self.logits_BV if logits_BV is None else logits_BV
         self.overfull = False
         self.turn_step += new
@@ -222,12 +224,12 @@ class ModelConversation(Conversation):
             self.move_to(self.runtime.buffers.decode_cache(self.stats.batch, slots))
 
     def move_to(self, target: SlotCache, keep_BXN: Sequence[Tensor] | None = None) -> None:
-        if target is not self.cache:  # which captures of its steps would keep alive
-            self.runtime.graphs.drop_captures()
-        super().move_to(target, keep_BXN)
-
-    def releases(self, cache: SlotCache) -> bool:
-        return not self.runtime.buffers.is_decode_cache(cache)
+        """Go on in another cache, with all tokens or those marked."""
+        # Captures of steps in the cache that is left would keep it alive.
+        self.runtime.graphs.drop_captures()
+        keep_BXN = self.cache.everything() if keep_BXN is None else keep_BXN
+        target.take_from(self.cache, keep_BXN, release=not self.runtime.buffers.is_decode_cache(self.cache))
+        self.cache = target
 
     def _decode_cache(self, new_tokens: int, keep_BXN: Sequence[Tensor]) -> SlotCache:
         """With room for the tokens marked, and `new_tokens` more or a draft."""
@@ -306,7 +308,7 @@ class GenerationLoop:
     """An answer of at most `max_new_tokens` a row. `eos`: the ids that end a row. `read_every`: steps between
     two reads of tokens from the device."""
 
-    conversation: ModelConversation
+    conversation: Conversation
     max_new_tokens: int
     sampling: Sampling
     eos: Sequence[int]

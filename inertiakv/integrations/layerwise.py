@@ -24,7 +24,6 @@ from ..cache.retention import EMPTY
 from ..cache.slot_cache import CacheShape, SlotCache, bucket
 from ..config import MAX_BUDGET, EvictionConfig
 from ..decoding.batch import BatchState
-from ..decoding.conversation import Conversation
 from ..decoding.decoding_rule import DecodingRule
 from ..decoding.forward import ForwardPass, LayerPass
 from ..decoding.steps import chosen, decode_state, evicting_state
@@ -54,7 +53,7 @@ class Part:
     """It scores together with the last queries before it, and what stays is chosen after it."""
 
 
-class LayerwiseConversation(Conversation):
+class LayerwiseConversation:
     """For each pass: `begin`, `attend` in each layer, `end`. Broken off in between, it is of no use."""
 
     def __init__(
@@ -69,15 +68,14 @@ class LayerwiseConversation(Conversation):
         `k_BGTD`."""
         rows, heads, length, head_dim = k_BGTD.shape
         self.dtype, self.device, self.layers = k_BGTD.dtype, k_BGTD.device, len(windows)
-        rule = DecodingRule(
-            eviction, self.layers, tuple(windows), "dense", self.dtype, self.device, learned=learned
-        )
+        sizes, where = (self.layers, tuple(windows)), (self.dtype, self.device)
+        self.config, self.rule = eviction, DecodingRule(eviction, *sizes, "dense", *where, learned=learned)
         shape = CacheShape(self.layers, rows, heads, bucket(length + 1), head_dim, eviction.scope)
-        cache = SlotCache(shape, dtype=self.dtype, device=self.device)
-        for sets in cache.retention:
+        self.cache = SlotCache(shape, dtype=self.dtype, device=self.device)
+        for sets in self.cache.retention:
             sets.budget_BX.fill_(MAX_BUDGET)
-        super().__init__(rule, cache, BatchState(rows, self.device))
-        self.config = eviction
+        self.batch = BatchState(rows, self.device)
+        self.turn_step = 0  # decode steps of this turn: the t of the refresh schedule
         self._first_turn, self._reading = True, False  # a prompt is being read, or a turn
         self._room: float = 0  # tokens that may come before the cache has to grow
         self._parts: list[Part] = []
@@ -176,8 +174,7 @@ class LayerwiseConversation(Conversation):
         most = int((self.cache.most_B + real_BT.sum(-1)).max())
         tidy = self._reading or int(self.batch.position_B.max()) == 0
         if not tidy or self.cache.shape.slots < most + 1:
-            self.move_to(self._new_cache(bucket(most + 1)))
-            self._measure()
+            self._move(bucket(most + 1))
 
     def _chunk_part(self, real_BT: Tensor) -> Part:
         """Tokens that are entered behind the others, and not scored."""
@@ -215,7 +212,7 @@ class LayerwiseConversation(Conversation):
             budgets = Budgets(self.config, lengths, self.layers)
             self.batch.start(lengths, budgets.protection)
             self.batch.position_B.copy_(self.batch.prompt_B)
-            self.set_budgets(budgets)
+            budgets.enter(self.cache.retention)
         self._first_turn = self._reading = False
         if self.config.evict_at == "prompt":
             part = self._evicting_part(self._real_BW[:, :0], slice(0, 0))
@@ -246,20 +243,25 @@ class LayerwiseConversation(Conversation):
         set_budgets_after_prompt(self.config, self.cache.retention, keep_BXN)
         self._forget_queries()
         slots = self.cache.slots_for(ROOM, keep_BXN)
-        self.move_to(self.cache if slots == self.cache.shape.slots else self._new_cache(slots), keep_BXN)
-        self._measure()
+        if slots == self.cache.shape.slots:
+            self.cache.keep(keep_BXN)
+            self._measure()
+        else:
+            self._move(slots, keep_BXN)
 
     def _grow(self) -> None:
         self._measure()
         if self._room < 1:
             room = max(ROOM, self.cache.shape.slots // 8)
-            self.move_to(self._new_cache(self.cache.slots_for(room)))
-            self._measure()
+            self._move(self.cache.slots_for(room))
 
-    def _new_cache(self, slots: int) -> SlotCache:
-        """Of another size, without memory yet."""
+    def _move(self, slots: int, keep_BXN: Sequence[Tensor] | None = None) -> None:
+        """Go on in a cache of another size, with all tokens or those marked."""
         shape = replace(self.cache.shape, slots=slots)
-        return SlotCache(shape, dtype=self.dtype, device=self.device, allocate=False)
+        target = SlotCache(shape, dtype=self.dtype, device=self.device, allocate=False)
+        target.take_from(self.cache, self.cache.everything() if keep_BXN is None else keep_BXN, release=True)
+        self.cache = target
+        self._measure()
 
     def _measure(self) -> None:
         """How many tokens there is room for."""
