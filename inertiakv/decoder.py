@@ -66,18 +66,17 @@ class Decoder:
         check_ranks: bool = False,
     ) -> None:
         self.model = model
-        self._runtime = Runtime(
-            model,
-            eviction,
-            compile=compile,
-            attention=attention,
-            prefill_chunk=prefill_chunk,
-            repeat_prefix=repeat_prefix,
-            on_compile=on_compile,
-            on_draft=on_draft,
-            record=record,
-            check_ranks=check_ranks,
+        options = (
+            compile,
+            attention,
+            prefill_chunk,
+            repeat_prefix,
+            on_compile,
+            on_draft,
+            record,
+            check_ranks,
         )
+        self._runtime = Runtime(model, eviction, *options)
         self._conversation: Conversation | None = None
         self._latest: GenerationLoop | None = None  # which alone may go on
 
@@ -214,7 +213,8 @@ class Decoder:
         """Answer the conversation, or go on with an answer that ended by its length. Raises as `generate`
         does."""
         tokens: list[list[int]] = [[] for _ in self.stats.prompt_tokens]
-        for step in self._tokens(max_new_tokens, sampling, eos_token_ids, stop, self._read_every(stop)):
+        read_every = 1 if stop is not None or self.model.device.type == "cpu" else READ_EVERY
+        for step in self._tokens(max_new_tokens, sampling, eos_token_ids, stop, read_every):
             for row, token in zip(tokens, step, strict=True):
                 if token != NO_TOKEN:
                     row.append(token)
@@ -284,9 +284,6 @@ class Decoder:
             if self._latest is answer:
                 with self._whole():
                     answer.finish()
-
-    def _read_every(self, stop: Stop | None) -> int:
-        return 1 if stop is not None or self.model.device.type == "cpu" else READ_EVERY
 
     def _check_options(
         self, rows: int, max_new_tokens: int, sampling: Sampling, eos_token_ids: Sequence[int] | None

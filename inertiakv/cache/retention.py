@@ -78,10 +78,9 @@ class RetentionSets(TensorState):
         self.utility_BXN.masked_fill_(~keep_BXN, 0.0)
         self.free_BX.copy_((~keep_BXN).int().argmax(-1))
 
-    def take_from(self, source: RetentionSets, keep_BXN: Tensor) -> tuple[Tensor, Tensor]:
+    def take_from(self, source: RetentionSets, keep_BXN: Tensor) -> tuple[Tensor, list[list[int]]]:
         """Hold the tokens that `keep_BXN` marks in `source`, oldest first, with their utilities and budgets.
-        Returns the slots that they had, [B, X, K], of which the first count_BX mean anything, and
-        count_BX."""
+        Returns the slots that they had, [B, X, K], and how many of these mean anything in each set."""
         count_BX = keep_BXN.sum(-1)
         kept = int(count_BX.max())
         assert kept < self.position_BXN.shape[-1], (
@@ -98,4 +97,4 @@ class RetentionSets(TensorState):
         self.utility_BXN[..., :kept] = torch.where(real_BXK, utility_BXN.gather(-1, slots_BXK), 0.0)
         self.free_BX.copy_(count_BX)
         self.budget_BX.copy_(source.budget_BX)
-        return slots_BXK, count_BX
+        return slots_BXK, count_BX.tolist()

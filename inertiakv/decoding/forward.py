@@ -75,7 +75,7 @@ def leave(sets: RetentionSets, state: ForwardState) -> None:
     if state.by_age:
         utility_BXN = torch.zeros_like(utility_BXN)
     elif state.pooling is not None:
-        utility_BXN = pooled(sets.position_BXN, utility_BXN, protected_BXN, *state.pooling)
+        utility_BXN = pooled(sets.position_BXN, utility_BXN, protected_BXN, state.pooling)
     evict_one(sets, utility_BXN, protected_BXN, state.active_B)
 
 
@@ -215,7 +215,7 @@ def attention(
     return out_BHD[:, :, None], weights
 
 
-_KINDS = (ForwardState, Coefficients, Rotations, Limits, Pooling, TensorParallel)
+_KINDS = (ForwardState, Coefficients, Rotations, Limits, Pooling, TensorParallel, Softmax)
 
 
 @region

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -138,7 +138,7 @@ class Conversation:
         if eviction is None or eviction.evict_at != "prompt":
             return
         if eviction.scorer == "reconstruction":
-            sources = (runtime.model, self.cache, self.batch.position_B, runtime.rule.coefficients())
+            sources = (runtime.model, self.cache, self.batch.position_B, self.rule.coefficients())
             with self.timed("first_step"):
                 reconstruct(*sources, self.tokens, prefix=runtime.repeat_prefix, sinks=eviction.sinks)
         self.evict_to_budget(new_tokens, new=False)
@@ -296,11 +296,9 @@ class Conversation:
         setattr(seconds, part, getattr(seconds, part) + elapsed)
 
 
-class UnreadStep(NamedTuple):
-    """A step whose tokens are still on the device."""
-
-    before: tuple[int, int, int]  # the counts before it: decode steps, refreshes, steps of the turn
-    timed: bool  # its time is decoding, and not compilation
+UnreadStep = tuple[tuple[int, int, int], bool]
+"""A step whose tokens are still on the device: the counts before it (decode steps, refreshes, steps of the
+turn), and whether its time is decoding, and not compilation."""
 
 
 @dataclass(eq=False)
@@ -326,14 +324,19 @@ class GenerationLoop:
         for unread in self._steps():
             with conversation.timed("decode"):
                 history = conversation.batch.read(len(unread))
-            for step, tokens in zip(unread, history, strict=True):
+            for (before, timed), tokens in zip(unread, history, strict=True):
                 if all(token == NO_TOKEN for token in tokens):
                     # It and those after it ran when every row had ended, and changed nothing.
-                    stats.decode_steps, stats.refreshes, conversation.turn_step = step.before
+                    stats.decode_steps, stats.refreshes, conversation.turn_step = before
                     return
-                if step.timed:
+                if timed:
                     stats.timed_tokens += sum(token != NO_TOKEN for token in tokens)
-                self._end_rows(answer, tokens)
+                for row, token in enumerate(tokens):
+                    if token != NO_TOKEN:
+                        answer[row].append(token)
+                        if self.stop is not None and self.stop(row, answer[row]):
+                            conversation.batch.finished_B[row] = True
+                            conversation.stopped.add(row)
                 yield tokens
 
     def finish(self) -> None:
@@ -363,19 +366,9 @@ class GenerationLoop:
             else:
                 timed = conversation.run_step(greedy)
             conversation.check_ranks()
-            unread.append(UnreadStep(before, timed))
+            unread.append((before, timed))
             if len(unread) == self.read_every or index == self.max_new_tokens - 1:
                 yield unread
                 unread = []
                 if bool(batch.finished_B.all()):
                     return
-
-    def _end_rows(self, answer: list[list[int]], tokens: list[int]) -> None:
-        """Append a step's tokens to the rows' answers, and end those rows where `stop` says so."""
-        for row, token in enumerate(tokens):
-            if token == NO_TOKEN:
-                continue
-            answer[row].append(token)
-            if self.stop is not None and self.stop(row, answer[row]):
-                self.conversation.batch.finished_B[row] = True
-                self.conversation.stopped.add(row)

@@ -33,7 +33,6 @@ class Runtime:
         self,
         model: LanguageModel,
         eviction: EvictionConfig | None,
-        *,
         compile: bool,
         attention: str,
         prefill_chunk: int,

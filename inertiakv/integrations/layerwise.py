@@ -276,8 +276,7 @@ def _attend(
     v_BGTD: Tensor,
     window: int | None,
     scale: float,
-    softcap_and_sink: Softmax | tuple[float | None, Tensor | None] | None,
+    softmax: Softmax | None,
     layer_pass: LayerPass,
 ) -> Tensor:
-    softmax = None if softcap_and_sink is None else Softmax(*softcap_and_sink)
     return layer_pass.attend(q_BHTD, k_BGTD, v_BGTD, window=window, scale=scale, softmax=softmax)
