@@ -188,39 +188,27 @@ class EvictionConfig:
 
     def _check_needs(self) -> None:
         """Refuse options without those that they need."""
-        allocation, compares = f"allocation={self.allocation!r}", self.allocation in ("adaptive", "model")
+        allocation, by_scores = f"allocation={self.allocation!r}", self.allocation in ("adaptive", "model")
+        by_layer, shared = self.allocation in ("pyramid", "model"), self.scope == "shared"
         of_prompt, reconstructs = self.scorer in get_args(PromptScorer), self.scorer == "reconstruction"
+        at_prompt, no_window = self.evict_at == "prompt", self.window == 0
+        budgets, learned = (self.compression, self.budget), self.scorer == "learned"
         for wrong, what in (
-            (
-                self.compression is not None and self.budget is not None,
-                f"give compression ({self.compression}) or budget ({self.budget}), not both",
-            ),
-            (
-                (self.scorer == "learned") != (self.scorer_file is not None),
-                "scorer='learned' and scorer_file go together",
-            ),
-            (
-                self.allocation in ("pyramid", "model") and self.scope == "shared",
-                f"{allocation} needs a set for each layer: scope='layer' or 'head'",
-            ),
+            (None not in budgets, "give compression ({}) or budget ({}), not both".format(*budgets)),
+            (learned != (self.scorer_file is not None), "scorer='learned' and scorer_file go together"),
+            (by_layer and shared, f"{allocation} needs a set for each layer: scope='layer' or 'head'"),
             (
                 self.allocation == "adaptive" and self.scope != "head",
                 f"{allocation} needs a set for each head: scope='head'",
             ),
+            (by_scores and not self.scores, f"{allocation} compares utilities, which scorer='none' has not"),
             (
-                compares and not self.scores,
-                f"{allocation} compares utilities, which scorer='none' has not",
-            ),
-            (
-                self.evict_at == "prompt" and self.window == 0 and self.scores and not reconstructs,
+                at_prompt and no_window and self.scores and not reconstructs,
                 "evict_at='prompt' scores queries of the prompt: give window, 32 say",
             ),
+            (reconstructs and not at_prompt, "scorer='reconstruction' needs evict_at='prompt'"),
             (
-                reconstructs and self.evict_at != "prompt",
-                "scorer='reconstruction' needs evict_at='prompt'",
-            ),
-            (
-                of_prompt and not reconstructs and self.window == 0,
+                of_prompt and not reconstructs and no_window,
                 "scorer='expected_attention' needs queries of the prompt: give window, 512 say",
             ),
             (
