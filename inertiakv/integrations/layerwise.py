@@ -96,7 +96,8 @@ class LayerwiseConversation:
             return
         further = self.turn_step > 0 or not self._first_turn
         if self.turn_step > 0:
-            self._begin_turn()
+            self._first_turn, self.turn_step = False, 0
+            self._forget_queries()
         self._hold(real_BT)
         if further and at_first_step:  # the turn's last token is the first step of a new refresh schedule
             self._parts = [
@@ -164,10 +165,6 @@ class LayerwiseConversation:
     def _forget_queries(self) -> None:
         self._queries_BHWD, self._real_BW = {}, self._real_BW[:, :0]
 
-    def _begin_turn(self) -> None:
-        self._first_turn, self.turn_step = False, 0
-        self._forget_queries()
-
     def _hold(self, real_BT: Tensor) -> None:
         """Have the tokens of each row, oldest first, in the cache's first slots, and room for these behind
         them."""
@@ -230,8 +227,10 @@ class LayerwiseConversation:
         return Part(forward, columns, state.active_B, evicts_prompt=True)
 
     def _decode_part(self, real_BT: Tensor) -> Part:
+        if self._room < 1:  # or more, if rows have ended since it was measured
+            self._measure()
         if self._room < 1:
-            self._grow()
+            self._move(self.cache.slots_for(max(ROOM, self.cache.shape.slots // 8)))
         active_B = real_BT[:, 0]
         scores = self.rule.refreshes_at(self.turn_step + 1)
         state = decode_state(self.rule, self.batch, active_B, scores=scores)
@@ -248,12 +247,6 @@ class LayerwiseConversation:
             self._measure()
         else:
             self._move(slots, keep_BXN)
-
-    def _grow(self) -> None:
-        self._measure()
-        if self._room < 1:
-            room = max(ROOM, self.cache.shape.slots // 8)
-            self._move(self.cache.slots_for(room))
 
     def _move(self, slots: int, keep_BXN: Sequence[Tensor] | None = None) -> None:
         """Go on in a cache of another size, with all tokens or those marked."""
