@@ -213,8 +213,7 @@ class Decoder:
         """Answer the conversation, or go on with an answer that ended by its length. Raises as `generate`
         does."""
         tokens: list[list[int]] = [[] for _ in self.stats.prompt_tokens]
-        read_every = 1 if stop is not None or self.model.device.type == "cpu" else READ_EVERY
-        for step in self._tokens(max_new_tokens, sampling, eos_token_ids, stop, read_every):
+        for step in self._tokens(max_new_tokens, sampling, eos_token_ids, stop, self._read_every(stop)):
             for row, token in zip(tokens, step, strict=True):
                 if token != NO_TOKEN:
                     row.append(token)
@@ -284,6 +283,9 @@ class Decoder:
             if self._latest is answer:
                 with self._whole():
                     answer.finish()
+
+    def _read_every(self, stop: Stop | None) -> int:
+        return 1 if stop is not None or self.model.device.type == "cpu" else READ_EVERY
 
     def _check_options(
         self, rows: int, max_new_tokens: int, sampling: Sampling, eos_token_ids: Sequence[int] | None

@@ -140,7 +140,9 @@ def test_a_chunk_at_the_same_slots_in_every_row(heads: int, kv_heads: int, old: 
         v_BGND[row, :, old + length :] = 1e30
     expected, _ = reference(q_BHTD, k_BGND, v_BGND, position_BXN, query_BT, None)
     seen = (position_BXN[..., :end], query_BT, None)
-    out_BHTD = dense_chunk(q_BHTD, k_BGND[:, :, :end], v_BGND[:, :, :end], *seen, SCALE, end, slots_before=old)
+    out_BHTD = dense_chunk(
+        q_BHTD, k_BGND[:, :, :end], v_BGND[:, :, :end], *seen, SCALE, end, slots_before=old
+    )
     real = (query_BT >= 0)[:, None, :, None].expand_as(out_BHTD)
     torch.testing.assert_close(out_BHTD[real].double(), expected[real], atol=1e-5, rtol=1e-5)
     assert (out_BHTD[~real] == 0).all()
