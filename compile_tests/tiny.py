@@ -236,7 +236,6 @@ def attend_in_layers(
     slots_BT = cache.most_B[:, None] + torch.arange(positions_BT.shape[1])
     state = ForwardState(positions_BT, slots_BT, "dense", windows=tuple(dict.fromkeys(windows)))
     forward = ForwardPass(cache, state)
-    forward.begin()
 
     def attend(q_BHTD: Tensor, layer: Any, window: int | None) -> Tensor:
         return layer.attend(*qkv, window=window, scale=0.01)

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+AttentionScorer = Literal["attention", "value_norm", "entropy", "above_mean"]
+PromptScorer = Literal["expected_attention", "reconstruction"]
 ScorerName = Literal[
-    "attention",
-    "value_norm",
-    "entropy",
-    "above_mean",
-    "keydiff",
-    "key_norm",
-    "recency",
-    "random",
-    "expected_attention",
-    "reconstruction",
-    "learned",
-    "none",
+    AttentionScorer, PromptScorer, "keydiff", "key_norm", "recency", "random", "learned", "none"
 ]
 Aggregation = Literal["ema", "cumulative", "single"]
 Coupling = Literal["layer_temporal", "temporal", "layer"]
@@ -32,7 +23,7 @@ MAX_BUDGET = 2**31 - 1
 
 MAX_SEED = 2**63 - 1
 
-OF_ATTENTION: tuple[ScorerName, ...] = ("attention", "value_norm", "entropy", "above_mean")
+OF_ATTENTION: tuple[ScorerName, ...] = get_args(AttentionScorer)
 """Scorers that weigh a token by the attention paid to it. For the others no attention is computed beside the
 one that makes the output."""
 
@@ -41,6 +32,8 @@ OF_SCORES = (
     *("window", "window_by", "draft", "drafts", "pool", "pool_by", "pool_at", "rescue", "layers"),
 )
 """Options that say what becomes of scores, and have no effect where nothing is scored."""
+_OF_EMA = ("alpha", "step_alpha", "coupling")
+_OF_PROMPT_EVICTION = ("evict_at", "window", "draft", "rescue", "reserve", "sinks", "allocation")
 
 
 @dataclass(frozen=True)
@@ -119,160 +112,112 @@ class EvictionConfig:
 
     def __post_init__(self) -> None:
         self._check_values()
-        self._resolve_budget()
-        self._resolve_smoothing()
-        self._check_scores()
-        self._check_sets()
-        self._check_prompt_eviction()
-        self._check_queries()
-        self._check_prompt_scorers()
+        self._check_effects()
+        self._check_needs()
+        layers_have_weights = self.step_alpha is None or (
+            self.scope == "shared" and self.coupling != "temporal"
+        )
+        for name, used, default in (
+            ("compression", self.budget is None, DEFAULT_COMPRESSION),
+            ("alpha", self.scores and self.aggregation == "ema" and layers_have_weights, DEFAULT_ALPHA),
+            ("scorer_seed", self.scorer == "random", 0),
+        ):
+            if used and getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         if self.budget is not None:
             self._check_protection(self.budget)
 
     def _check_values(self) -> None:
-        for name, choices in (
-            ("scorer", ScorerName),
-            ("scope", Scope),
-            ("allocation", Allocation),
-            ("aggregation", Aggregation),
-            ("coupling", Coupling),
-            ("new_token", Literal["zero", "mean"]),
-            ("evict_at", Literal["first_step", "prompt"]),
-            ("after", Literal["rule", "recency", "none"]),
-            ("window_by", Literal["mean", "max"]),
-            ("pool_by", Literal["max", "mean"]),
-            ("pool_at", Literal["prompt", "always"]),
-        ):
-            check_choice(name, getattr(self, name), get_args(choices))
+        """Of single options."""
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
         if self.refresh != "once":
             _check_int("refresh", self.refresh, 1, hint=" or 'once'")
-        for name, least in (
-            ("window", 0),
-            ("draft", 0),
-            ("drafts", 1),
-            ("pool", 1),
-            ("sinks", 0),
-            ("rescue", 0),
-        ):
-            _check_int(name, getattr(self, name), least)
-        if self.pool % 2 == 0:
-            raise ValueError(f"pool must be an odd number of positions, got {self.pool}")
+        for name, least in _LEAST.items():
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), least)
+        for name in ("compression", "alpha", "step_alpha", "reserve"):
+            if getattr(self, name) is not None:
+                _check_unit(name, getattr(self, name))
         if isinstance(self.recent, float):
             _check_unit("recent, as a share of the budget,", self.recent)
         else:
             _check_int("recent", self.recent, 0)
-        _check_unit("reserve", self.reserve)
-        if self.scorer_seed is not None:
-            _check_int("scorer_seed", self.scorer_seed, 0)
-            if self.scorer_seed > MAX_SEED:
-                raise ValueError(f"scorer_seed must be at most {MAX_SEED}, got {self.scorer_seed}")
-
-    def _resolve_budget(self) -> None:
-        if self.budget is not None:
-            if self.compression is not None:
-                raise ValueError(f"give compression ({self.compression}) or budget ({self.budget}), not both")
-            _check_int("budget", self.budget, 1)
-        elif self.compression is None:
-            object.__setattr__(self, "compression", DEFAULT_COMPRESSION)
-        else:
-            _check_unit("compression", self.compression)
-
-    def _resolve_smoothing(self) -> None:
-        if self.scorer == "none":
-            self._refuse("scorer='none'", *OF_SCORES)
-        elif self.aggregation == "ema":
-            if self.step_alpha is not None:
-                _check_unit("step_alpha", self.step_alpha)
-                if self.scope != "shared" or self.coupling == "temporal":
-                    self._refuse("step_alpha, where layers are not weighted", "alpha")
-                    return
-            if self.alpha is None:
-                object.__setattr__(self, "alpha", DEFAULT_ALPHA)
-            _check_unit("alpha", self.alpha)
-        else:
-            self._refuse(f"aggregation={self.aggregation!r}", "alpha", "step_alpha", "coupling")
-
-    def _check_scores(self) -> None:
-        if (self.scorer == "learned") != (self.scorer_file is not None):
-            raise ValueError("scorer='learned' and scorer_file go together")
-        if self.scorer != "random":
-            self._refuse(f"scorer={self.scorer!r}", "scorer_seed")
-        elif self.scorer_seed is None:
-            object.__setattr__(self, "scorer_seed", 0)
-        if self.pool == 1:
-            self._refuse("pool=1", "pool_by", "pool_at")
-
-    def _check_sets(self) -> None:
-        if self.scope != "shared":
-            self._refuse(f"scope={self.scope!r}", "layers", "coupling")
+        if self.pool % 2 == 0:
+            raise ValueError(f"pool must be an odd number of positions, got {self.pool}")
+        if self.scorer_seed is not None and self.scorer_seed > MAX_SEED:
+            raise ValueError(f"scorer_seed must be at most {MAX_SEED}, got {self.scorer_seed}")
         if self.layers is not None:
             if not isinstance(self.layers, (tuple, list)):
                 raise ValueError(f"layers must be a tuple of layers, got {self.layers!r}")
-            object.__setattr__(self, "layers", tuple(self.layers))
             if not self.layers or len(set(self.layers)) < len(self.layers):
                 raise ValueError(f"layers must be different ones, at least one, got {self.layers}")
             for layer in self.layers:
                 _check_int("a layer that scores", layer, 0)
             object.__setattr__(self, "layers", tuple(sorted(self.layers)))
-        if self.allocation in ("pyramid", "model") and self.scope == "shared":
-            raise ValueError(
-                f"allocation={self.allocation!r} needs a set for each layer: scope='layer' or 'head'"
-            )
-        if self.allocation == "adaptive" and self.scope != "head":
-            raise ValueError("allocation='adaptive' needs a set for each head: scope='head'")
-        if self.allocation in ("adaptive", "model") and self.scorer == "none":
-            raise ValueError(
-                f"allocation={self.allocation!r} compares utilities, which scorer='none' has not"
-            )
 
-    def _check_prompt_eviction(self) -> None:
-        """When the prompt is evicted, and what is evicted afterwards."""
-        if self.protect_prompt:
-            because = "protect_prompt=True"
-            self._refuse(because, "evict_at", "window", "draft", "rescue", "reserve", "sinks", "allocation")
-        if self.evict_at == "first_step":
-            self._refuse("evict_at='first_step'", "after")
-        if self.after != "rule":
-            self._refuse(f"after={self.after!r}", "refresh", "new_token")
-            if self.pool_at == "always":
-                raise ValueError(f"pool_at='always' has no effect with after={self.after!r}")
-
-    def _check_queries(self) -> None:
-        """Those that score the prompt beside the first decode step's: of a window and of drafts."""
-        if self.draft == 0:
-            self._refuse("draft=0 (give draft, 64 say)", "drafts")
-        if self.scorer not in (*OF_ATTENTION, "learned"):
-            self._refuse(f"scorer={self.scorer!r}", "draft")
-        if self.window == 0 and self.draft == 0:
-            self._refuse("a single query", "window_by")
-        elif self.scorer != "attention":
-            self._refuse(f"scorer={self.scorer!r}", "window_by")
-        if self.evict_at == "prompt":
-            self._refuse("evict_at='prompt'", "draft")
-            if self.window == 0 and self.scores and self.scorer != "reconstruction":
-                raise ValueError("evict_at='prompt' scores queries of the prompt: give window, 32 say")
-
-    def _check_prompt_scorers(self) -> None:
-        """Of scorers that need many queries of the prompt, and so cannot score the single one of a decode
-        step."""
-        if self.scorer == "reconstruction":
-            self._refuse("scorer='reconstruction', which repeats the whole prompt", "window")
-            if self.evict_at != "prompt":
-                raise ValueError("scorer='reconstruction' needs evict_at='prompt'")
-        elif self.scorer != "expected_attention":
-            return
-        elif self.window == 0:
-            raise ValueError("scorer='expected_attention' needs queries of the prompt: give window, 512 say")
-        if self.after == "rule" and self.refresh != "once":
-            raise ValueError(f"scorer={self.scorer!r} scores the prompt alone: give refresh='once'")
-
-    def _refuse(self, because: str, *names: str) -> None:
-        """Raise ValueError where one of these options was given, though `because` leaves it without
-        effect."""
+    def _check_effects(self) -> None:
+        """Refuse options that others leave without effect."""
+        scorer, after = f"scorer={self.scorer!r}", f"after={self.after!r}"
+        unweighted = self.scope != "shared" or self.coupling == "temporal"
         defaults: dict[str, Any] = {field.name: field.default for field in fields(self)}
-        for name in names:
-            if getattr(self, name) != defaults[name]:
-                raise ValueError(f"{name}={getattr(self, name)!r} has no effect with {because}")
+        for holds, because, *without_effect in (
+            (not self.scores, scorer, *OF_SCORES),
+            (self.aggregation != "ema", f"aggregation={self.aggregation!r}", *_OF_EMA),
+            (
+                self.step_alpha is not None and unweighted,
+                "step_alpha, where layers are not weighted",
+                "alpha",
+            ),
+            (self.scorer != "random", scorer, "scorer_seed"),
+            (self.pool == 1, "pool=1", "pool_by", "pool_at"),
+            (self.scope != "shared", f"scope={self.scope!r}", "layers", "coupling"),
+            (self.protect_prompt, "protect_prompt=True", *_OF_PROMPT_EVICTION),
+            (self.evict_at == "first_step", "evict_at='first_step'", "after"),
+            (self.after != "rule", after, "refresh", "new_token", "pool_at"),
+            (self.draft == 0, "draft=0 (give draft, 64 say)", "drafts"),
+            (self.scorer not in (*OF_ATTENTION, "learned"), scorer, "draft"),
+            (self.window == 0 and self.draft == 0, "a single query", "window_by"),
+            (self.scorer != "attention", scorer, "window_by"),
+            (self.evict_at == "prompt", "evict_at='prompt'", "draft"),
+            (self.scorer == "reconstruction", f"{scorer}, which repeats the whole prompt", "window"),
+        ):
+            for name in without_effect if holds else ():
+                if getattr(self, name) != defaults[name]:
+                    raise ValueError(f"{name}={getattr(self, name)!r} has no effect with {because}")
+
+    def _check_needs(self) -> None:
+        """Refuse options without those that they need."""
+        allocation, by_scores = f"allocation={self.allocation!r}", self.allocation in ("adaptive", "model")
+        by_layer, shared = self.allocation in ("pyramid", "model"), self.scope == "shared"
+        of_prompt, reconstructs = self.scorer in get_args(PromptScorer), self.scorer == "reconstruction"
+        at_prompt, no_window = self.evict_at == "prompt", self.window == 0
+        budgets, learned = (self.compression, self.budget), self.scorer == "learned"
+        for wrong, what in (
+            (None not in budgets, "give compression ({}) or budget ({}), not both".format(*budgets)),
+            (learned != (self.scorer_file is not None), "scorer='learned' and scorer_file go together"),
+            (by_layer and shared, f"{allocation} needs a set for each layer: scope='layer' or 'head'"),
+            (
+                self.allocation == "adaptive" and self.scope != "head",
+                f"{allocation} needs a set for each head: scope='head'",
+            ),
+            (by_scores and not self.scores, f"{allocation} compares utilities, which scorer='none' has not"),
+            (
+                at_prompt and no_window and self.scores and not reconstructs,
+                "evict_at='prompt' scores queries of the prompt: give window, 32 say",
+            ),
+            (reconstructs and not at_prompt, "scorer='reconstruction' needs evict_at='prompt'"),
+            (
+                of_prompt and not reconstructs and no_window,
+                "scorer='expected_attention' needs queries of the prompt: give window, 512 say",
+            ),
+            (
+                of_prompt and self.after == "rule" and self.refresh != "once",
+                f"scorer={self.scorer!r} scores the prompt alone: give refresh='once'",
+            ),
+        ):
+            if wrong:
+                raise ValueError(what)
 
     @property
     def scores(self) -> bool:
@@ -339,6 +284,17 @@ class EvictionConfig:
         if sum(protected.values()) > budget:
             asked = " + ".join(f"{name} ({number})" for name, number in protected.items() if number)
             raise ValueError(f"{asked} protect more tokens than the budget of {budget} keeps{of}")
+
+
+_CHOICES = {
+    name: get_args(hint)
+    for name, hint in get_type_hints(EvictionConfig).items()
+    if get_origin(hint) is Literal
+}
+_LEAST = {
+    **{"budget": 1, "scorer_seed": 0, "window": 0, "draft": 0, "drafts": 1},
+    **{"pool": 1, "sinks": 0, "rescue": 0},
+}
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

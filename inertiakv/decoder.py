@@ -19,7 +19,7 @@ from .decoding import saving
 from .decoding.batch import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, BatchState
 from .decoding.decoding_rule import DecodingRule
 from .decoding.exclusive import Exclusive
-from .decoding.generation import GenerationLoop, ModelConversation, Stop
+from .decoding.generation import Conversation, GenerationLoop, Stop
 from .decoding.prefill import Progress
 from .decoding.recording import Recording
 from .decoding.runtime import Runtime
@@ -89,7 +89,7 @@ class Decoder:
                 record=record,
                 check_ranks=check_ranks,
             )
-        self._conversation: ModelConversation | None = None
+        self._conversation: Conversation | None = None
         self._latest: GenerationLoop | None = None  # the answer that has not been finished
 
     def use(self, eviction: EvictionConfig | None) -> None:
@@ -347,12 +347,12 @@ class Decoder:
         drafted = self._runtime.drafted if budgets.overfull else 0
         return budgets.decode_slots(max(max_new_tokens, drafted))
 
-    def _begin(self, budgets: Budgets, max_new_tokens: int) -> ModelConversation:
+    def _begin(self, budgets: Budgets, max_new_tokens: int) -> Conversation:
         """Start a conversation with room for prompts of these budgets."""
         self._forget()
         self.graphs.follow(self.model)
         slots = self._slots(budgets, max_new_tokens)
-        self._conversation = ModelConversation.begin(self._runtime, budgets.lengths, budgets, slots)
+        self._conversation = Conversation.begin(self._runtime, budgets.lengths, budgets, slots)
         return self._conversation
 
     def _answer(
@@ -400,7 +400,7 @@ class Decoder:
             raise ValueError(f"{len(eos)} end-of-sequence ids; at most {MAX_EOS_IDS} are supported")
         return eos
 
-    def _current(self) -> ModelConversation:
+    def _current(self) -> Conversation:
         if self._conversation is None:
             raise ValueError("no conversation yet: call generate, stream or prefill first")
         return self._conversation

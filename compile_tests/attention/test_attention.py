@@ -140,7 +140,9 @@ def test_a_chunk_at_the_same_slots_in_every_row(heads: int, kv_heads: int, old: 
         v_BGND[row, :, old + length :] = 1e30
     expected, _ = reference(q_BHTD, k_BGND, v_BGND, position_BXN, query_BT, None)
     seen = (position_BXN[..., :end], query_BT, None)
-    out_BHTD = dense_chunk(q_BHTD, k_BGND[:, :, :end], v_BGND[:, :, :end], *seen, SCALE, end, start_slot=old)
+    out_BHTD = dense_chunk(
+        q_BHTD, k_BGND[:, :, :end], v_BGND[:, :, :end], *seen, SCALE, end, slots_before=old
+    )
     real = (query_BT >= 0)[:, None, :, None].expand_as(out_BHTD)
     torch.testing.assert_close(out_BHTD[real].double(), expected[real], atol=1e-5, rtol=1e-5)
     assert (out_BHTD[~real] == 0).all()
@@ -152,7 +154,7 @@ def test_a_window_hides_older_tokens_at_the_same_slots_too() -> None:
     q_BHTD = torch.randn(1, 6, 50, D, generator=generator)
     position_BXN, query_BT = torch.arange(90, dtype=torch.int32)[None, None], torch.arange(40, 90)[None]
     expected, _ = reference(q_BHTD, k_BGND, v_BGND, position_BXN, query_BT, 30)
-    out_BHTD = dense_chunk(q_BHTD, k_BGND, v_BGND, position_BXN, query_BT, 30, SCALE, 90, start_slot=40)
+    out_BHTD = dense_chunk(q_BHTD, k_BGND, v_BGND, position_BXN, query_BT, 30, SCALE, 90, slots_before=40)
     torch.testing.assert_close(out_BHTD.double(), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from inertiakv.cache.budgets import pyramid
-from inertiakv.eviction.allocation import SAFEGUARD, Ranked, joint
 from inertiakv.eviction.protection import Limits, protected
+from inertiakv.eviction.selection import SAFEGUARD, Ranked, joint
 
 
 def test_a_pyramid_gives_no_layer_more_than_the_prompt() -> None:

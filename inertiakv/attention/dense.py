@@ -102,10 +102,8 @@ def most_attention(
     accurate = accumulation_dtype(q_BHTD.dtype)
     most_BGN = []
     for q_HTD, k_GND, position_XN, query_T in zip(q_BHTD, k_BGND, position_BXN, query_BT, strict=True):
-        q_GRTD, k_G1DN = (
-            q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate) * scale,
-            k_GND.to(accurate).mT[:, None],
-        )
+        q_GRTD = q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate) * scale
+        k_G1DN = k_GND.to(accurate).mT[:, None]
         most_GN = k_G1DN.new_full(k_GND.shape[:2], -torch.inf)
         for q_GRtD, query_t in zip(q_GRTD.split(FEW_QUERIES, 2), query_T.split(FEW_QUERIES), strict=True):
             hidden_XtN = ~visible(position_XN[None], query_t[None], window)[0]
@@ -125,66 +123,49 @@ def dense_chunk(
     query_BT: Tensor,
     window: int | None,
     scale: float,
-    end_slot: int,
-    start_slot: int | None = None,
+    slots_used: int,
+    slots_before: int | None = None,
     softmax: Softmax | None = None,
 ) -> Tensor:
     """Attention of a chunk of queries, [B, H, T, D].
 
-    The chunk's own tokens must lie in order in the slots before `end_slot` (in the row where they reach
-    furthest). `start_slot`: given where they begin at the same slot in every row, and all slots before it
-    hold tokens that are older.
+    The chunk's own tokens must lie in order, at the end of the first `slots_used` slots in the row with the
+    most. `slots_before`: how many slots hold older tokens, where it is the same in every row.
     """
     plain = window is None and softmax is None
-    if start_slot is not None and plain and q_BHTD.device.type == "cpu":
-        out_BHTD = _unmasked_chunk(q_BHTD, k_BGND, v_BGND, scale, start_slot)
+    if slots_before is not None and plain and q_BHTD.device.type == "cpu":
+        out_BHTD = _unmasked_chunk(q_BHTD, k_BGND, v_BGND, scale, slots_before)
     else:
-        seen = (position_BXN, query_BT, window)
-        out_BHTD = _masked_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, end_slot, softmax)
+        total, slots, blocks = q_BHTD.shape[2], k_BGND.shape[2], []
+        for start in range(0, total, QUERY_BLOCK):
+            end = min(start + QUERY_BLOCK, total)
+            keys = min(slots, slots_used - (total - end))  # without those of later blocks
+            seen_BXTN = visible(position_BXN[..., :keys], query_BT[:, start:end], window)
+            qkv = (q_BHTD[:, :, start:end], k_BGND[:, :, :keys], v_BGND[:, :, :keys])
+            if softmax is not None:
+                blocks.append(observed(*qkv, seen_BXTN, scale, softmax)[0])
+                continue
+            if seen_BXTN.shape[1] > 1:
+                seen_BXTN = seen_BXTN.repeat_interleave(q_BHTD.shape[1] // k_BGND.shape[1], dim=1)
+            blocks.append(
+                F.scaled_dot_product_attention(*qkv, attn_mask=seen_BXTN, scale=scale, enable_gqa=True)
+            )
+        out_BHTD = torch.cat(blocks, dim=2)
     return torch.where((query_BT >= 0)[:, None, :, None], out_BHTD, 0.0)
 
 
-def _unmasked_chunk(q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, scale: float, start_slot: int) -> Tensor:
+def _unmasked_chunk(q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, scale: float, before: int) -> Tensor:
     """Attention of a chunk without a mask, which takes up to half of the time on CPUs: once over all older
     tokens, once causally over its own, merged by log-sum-exp."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    own = slice(start_slot, start_slot + q_BHTD.shape[2])
+    own = slice(before, before + q_BHTD.shape[2])
     out_BHTD, lse_BHT = flash(q_BHTD, k_BGND[:, :, own], v_BGND[:, :, own], is_causal=True, scale=scale)
-    if start_slot == 0:
+    if before == 0:
         return out_BHTD
-    old_BHTD, old_lse_BHT = flash(q_BHTD, k_BGND[:, :, :start_slot], v_BGND[:, :, :start_slot], scale=scale)
+    old_BHTD, old_lse_BHT = flash(q_BHTD, k_BGND[:, :, :before], v_BGND[:, :, :before], scale=scale)
     share_BHT1 = torch.sigmoid(old_lse_BHT - lse_BHT)[..., None]
     accurate = share_BHT1.dtype
     return torch.lerp(out_BHTD.to(accurate), old_BHTD.to(accurate), share_BHT1).to(q_BHTD.dtype)
-
-
-def _masked_chunk(
-    q_BHTD: Tensor,
-    k_BGND: Tensor,
-    v_BGND: Tensor,
-    position_BXN: Tensor,
-    query_BT: Tensor,
-    window: int | None,
-    scale: float,
-    end_slot: int,
-    softmax: Softmax | None,
-) -> Tensor:
-    """Attention of a chunk under the mask rule, a block of queries at a time; each block skips the slots of
-    later tokens."""
-    total, slots = q_BHTD.shape[2], k_BGND.shape[2]
-    blocks = []
-    for start in range(0, total, QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, total)
-        keys = min(slots, end_slot - (total - end))
-        seen_BXTN = visible(position_BXN[..., :keys], query_BT[:, start:end], window)
-        qkv = (q_BHTD[:, :, start:end], k_BGND[:, :, :keys], v_BGND[:, :, :keys])
-        if softmax is not None:
-            blocks.append(observed(*qkv, seen_BXTN, scale, softmax)[0])
-            continue
-        if seen_BXTN.shape[1] > 1:
-            seen_BXTN = seen_BXTN.repeat_interleave(q_BHTD.shape[1] // k_BGND.shape[1], dim=1)
-        blocks.append(F.scaled_dot_product_attention(*qkv, attn_mask=seen_BXTN, scale=scale, enable_gqa=True))
-    return torch.cat(blocks, dim=2)
 
 
 def _masses(q_BHD: Tensor, k_BGND: Tensor, visible_BXN: Tensor, scale: float) -> tuple[Tensor, Tensor]:

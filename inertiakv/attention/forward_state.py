@@ -33,18 +33,17 @@ class ForwardState(NamedTuple):
     backend: Backend
     windows: tuple[int | None, ...]
     """The sliding windows of the model's layers, each once; None is full attention."""
+    slots_used: int | None = None
+    """How many of the first slots hold tokens with the new ones, which are the last of them in the row with
+    the most; more than there are where padding would reach beyond. None: all."""
+    slots_before: int | None = None
+    """How many hold tokens without the new ones, where that is the same in every set; None elsewhere."""
     active_B: Tensor | None = None
     """Rows that take part; None: all."""
     new: int | None = None
     """How many of the queries are new tokens, the last ones; None: all. The others are cached already."""
     mean_B: Tensor | None = None
     """Rows whose new tokens start from the mean utility of those before them; the others start from 0."""
-    end_slot: int | None = None
-    """No slot from here on holds a token, and the queries' own tokens are the last before it, in the row
-    where they reach furthest; it may lie beyond the cache where another row's padding does."""
-    start_slot: int | None = None
-    """Given where the queries' tokens begin at the same slot in every set, and all slots before it hold
-    older tokens."""
 
     # What is evicted afterwards.
     limits: Limits | None = None

@@ -59,6 +59,11 @@ class Budgets:
         ]
         return bucket(max(used) + 1)
 
+    def enter(self, retention: Sequence[RetentionSets]) -> None:
+        """Set them in a cache's retention sets."""
+        for sets, of_rows in zip(retention, self.by_layer, strict=False):
+            sets.budget_BX.copy_(torch.tensor(of_rows)[:, None])
+
 
 def set_budgets_after_prompt(
     eviction: EvictionConfig, retention: Sequence[RetentionSets], keep_BXN: Sequence[Tensor]

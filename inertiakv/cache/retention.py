@@ -9,6 +9,8 @@ kept.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -19,9 +21,19 @@ NO_POSITION = torch.iinfo(torch.int32).max
 """Newer than every position."""
 
 
-class RetentionSets(nn.Module):
-    """The sets of one layer, or the one that all layers share. A module with buffers, which compiled graphs
-    read and write in place at fixed addresses.
+class TensorState(nn.Module):
+    """A module of tensors alone, which compiled graphs read and write in place at fixed addresses."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.register_buffer(name, tensor)
+
+
+class RetentionSets(TensorState):
+    """The sets of one layer, or the one that all layers share.
 
     * `position_BXN` int32: the logical position in each slot, `EMPTY` where there is none;
     * `utility_BXN`: each token's utility m, float32 (float64 for a float64 model), 0 where empty;
@@ -29,18 +41,13 @@ class RetentionSets(nn.Module):
     * `budget_BX` int64: tokens that the set keeps.
     """
 
-    position_BXN: Tensor
-    utility_BXN: Tensor
-    free_BX: Tensor
-    budget_BX: Tensor
-
     def __init__(self, batch: int, sets: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         size = (batch, sets, slots)
-        self.register_buffer("position_BXN", torch.full(size, EMPTY, dtype=torch.int32, device=device))
-        self.register_buffer("utility_BXN", torch.zeros(size, dtype=dtype, device=device))
-        self.register_buffer("free_BX", torch.zeros(size[:2], dtype=torch.int64, device=device))
-        self.register_buffer("budget_BX", torch.full(size[:2], slots, device=device))
+        self.add("position_BXN", torch.full(size, EMPTY, dtype=torch.int32, device=device))
+        self.add("utility_BXN", torch.zeros(size, dtype=dtype, device=device))
+        self.add("free_BX", torch.zeros(size[:2], dtype=torch.int64, device=device))
+        self.add("budget_BX", torch.full(size[:2], slots, device=device))
 
     @property
     def count_BX(self) -> Tensor:
@@ -71,10 +78,9 @@ class RetentionSets(nn.Module):
         self.utility_BXN.masked_fill_(~keep_BXN, 0.0)
         self.free_BX.copy_((~keep_BXN).int().argmax(-1))
 
-    def take_from(self, source: RetentionSets, keep_BXN: Tensor) -> tuple[Tensor, Tensor]:
+    def take_from(self, source: RetentionSets, keep_BXN: Tensor) -> tuple[Tensor, list[list[int]]]:
         """Hold the tokens that `keep_BXN` marks in `source`, oldest first, with their utilities and budgets.
-        Returns the slots that they had, [B, X, K], of which the first count_BX mean anything, and
-        count_BX."""
+        Returns the slots that they had, [B, X, K], and how many of these mean anything in each set."""
         count_BX = keep_BXN.sum(-1)
         kept = int(count_BX.max())
         assert kept < self.position_BXN.shape[-1], (
@@ -91,4 +97,4 @@ class RetentionSets(nn.Module):
         self.utility_BXN[..., :kept] = torch.where(real_BXK, utility_BXN.gather(-1, slots_BXK), 0.0)
         self.free_BX.copy_(count_BX)
         self.budget_BX.copy_(source.budget_BX)
-        return slots_BXK, count_BX
+        return slots_BXK, count_BX.tolist()

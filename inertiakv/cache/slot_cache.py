@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..cache.retention import EMPTY
 from ..compiling.numerics import accumulation_dtype
 from ..config import Scope
-from .retention import RetentionSets
+from .retention import EMPTY, RetentionSets, TensorState
 
 MASK_BLOCK = 128
 """Slots come in multiples of this: FlexAttention's block of a mask."""
@@ -57,7 +56,7 @@ class CacheShape:
         return 2 * self.layers * self.batch * self.kv_heads * self.slots * self.head_dim * dtype.itemsize
 
 
-class LayerCache(nn.Module):
+class LayerCache(TensorState):
     """K (after RoPE) and V of one layer, [B, G, N, D] each. Made without memory: `allocate` gives it."""
 
     k_BGND: Tensor
@@ -66,8 +65,8 @@ class LayerCache(nn.Module):
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._size = (shape.batch, shape.kv_heads, shape.slots, shape.head_dim)
-        self.register_buffer("k_BGND", torch.empty(0, dtype=dtype, device=device))
-        self.register_buffer("v_BGND", torch.empty(0, dtype=dtype, device=device))
+        self.add("k_BGND", torch.empty(0, dtype=dtype, device=device))
+        self.add("v_BGND", torch.empty(0, dtype=dtype, device=device))
 
     def allocate(self) -> None:
         """Give K and V their memory, if they have none. Zeros, since the weight 0 of an unseen slot times an
@@ -131,10 +130,7 @@ class SlotCache(nn.Module):
 
     def sets_of(self, layer: int) -> RetentionSets:
         """The retention sets of a layer."""
-        return self.retention[self._sets_index(layer)]
-
-    def _sets_index(self, layer: int) -> int:
-        return 0 if self.shape.scope == "shared" else layer
+        return self.retention[0 if self.shape.scope == "shared" else layer]
 
     def allocate(self) -> None:
         """Give every layer its memory, where it has none."""
@@ -219,12 +215,12 @@ class SlotCache(nn.Module):
         Works layer by layer, allocating memory here and, with `release`, freeing the source's: at the peak
         one layer of this cache lies beside the source.
         """
-        moved: list[tuple[Tensor, list[list[int]]]] = []
-        for mine_sets, their_sets, kept_BXN in zip(self.retention, source.retention, keep_BXN, strict=True):
-            slots_BXK, count_BX = mine_sets.take_from(their_sets, kept_BXN)
-            moved.append((slots_BXK, count_BX.tolist()))
-        for index, (mine, theirs) in enumerate(zip(self.layers, source.layers, strict=True)):
+        taken = zip(self.retention, source.retention, keep_BXN, strict=True)
+        moved = [mine_sets.take_from(theirs, kept_BXN) for mine_sets, theirs, kept_BXN in taken]
+        if self.shape.scope == "shared":
+            moved *= self.shape.layers
+        for mine, their_layer, (slots_BXK, counts) in zip(self.layers, source.layers, moved, strict=True):
             mine.allocate()
-            mine.fill_from(theirs, *moved[self._sets_index(index)])
+            mine.fill_from(their_layer, slots_BXK, counts)
             if release:
-                theirs.release()
+                their_layer.release()

@@ -28,7 +28,6 @@ from torch import nn
 from .cpu import SETTINGS
 from .fingerprint import UnknownError, fingerprint
 
-Function = Callable[..., Any]
 log = logging.getLogger(__name__)
 MAX_BYTES = 2**30
 """Of all files together."""
@@ -44,11 +43,13 @@ class DiskCached:
     """A function that at its first call is loaded, or else compiled and written. Where this torch cannot load
     and write, or nothing tells what the function depends on, it is compiled as ever, and the log says why."""
 
-    def __init__(self, compile: Callable[[], Any], made_from: tuple[Any, ...], on_load: Function) -> None:
+    def __init__(
+        self, compile: Callable[[], Any], made_from: tuple[Any, ...], on_load: Callable[[], None]
+    ) -> None:
         """`compile` returns what `torch.compile` does. `made_from`: all but the arguments of the first call
         that its graph depends on. `on_load` is called after loading."""
         self._compile, self._made_from, self._on_load = compile, made_from, on_load
-        self._function: Function | None = None
+        self._function: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
         if self._function is None:
@@ -56,15 +57,14 @@ class DiskCached:
             self._function = self._load(path) or self._make(path, args)
         return self._function(*args)
 
-    def _load(self, path: Path | None) -> Function | None:
+    def _load(self, path: Path | None) -> Callable[..., Any] | None:
         if path is None or not path.exists():
             return None
         try:
             from torch._inductor import config  # imported late: the compiler takes seconds to import
 
             content = path.read_bytes()
-            digest, data = content[:32], content[32:]
-            if digest != _digest(path, data):
+            if content[:32] != _digest(path, data := content[32:]):
                 raise ValueError("damaged")
             with config.patch(SETTINGS):  # with other settings the loops would be compiled once more
                 loaded: Any = torch.compiler.load_compiled_function(io.BytesIO(data))
@@ -76,7 +76,7 @@ class DiskCached:
         self._on_load()
         return loaded
 
-    def _make(self, path: Path | None, args: tuple[Any, ...]) -> Function:
+    def _make(self, path: Path | None, args: tuple[Any, ...]) -> Callable[..., Any]:
         compiled = self._compile()
         if path is None:
             return compiled
@@ -123,19 +123,12 @@ def _path(*made_from: Any) -> Path | None:
 
         if not config.fx_graph_cache or config.force_disable_caches:
             return None
-        if missing := _missing():
-            raise UnknownError(f"torch {torch.__version__} without {missing}")
+        if not hasattr(torch.compiler, "load_compiled_function"):
+            raise UnknownError(f"torch {torch.__version__} without torch.compiler.load_compiled_function")
         return Path(cache_dir()) / "inertiakv" / fingerprint(made_from, _surroundings())
     except Exception as error:  # nothing that a cache is worth failing for
         log.info("a compiled function is not kept on disk: it depends on %s", error)
         return None
-
-
-def _missing() -> str | None:
-    """The first function for saving and loading that this version of torch lacks."""
-    if not hasattr(torch.compiler, "load_compiled_function"):
-        return "torch.compiler.load_compiled_function"
-    return None if hasattr(torch.compile(abs), "aot_compile") else "aot_compile of compiled functions"
 
 
 def _surroundings() -> tuple[Any, ...]:
@@ -146,10 +139,10 @@ def _surroundings() -> tuple[Any, ...]:
     from torch._inductor import config as loops
 
     hooks = [name for name, held in vars(nn.modules.module).items() if name.startswith("_global_") and held]
+    settings = [config.save_config_portable() for config in (tracing, functions, loops)]
     passes = [name for name in _CUSTOM if getattr(loops, name, None) is not None]
     if hooks or passes:
         raise UnknownError(f"what {', '.join(hooks + passes)} do")
-    settings = [config.save_config_portable() for config in (tracing, functions, loops)]
     for each in settings:
         each.pop("debug_dir_root", None)  # the folder that a process was started in
     return (

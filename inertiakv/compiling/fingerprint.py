@@ -29,6 +29,16 @@ from torch.library import CustomOpDef
 from ..config import EvictionConfig
 
 _PLAIN = (bool, int, float, complex, str, bytes, Fraction, PurePath, torch.dtype, torch.device, enum.Enum)
+_HOLDERS: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__func__", "__self__"),
+    types.BuiltinFunctionType: ("__qualname__", "__self__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset"),
+    functools.cached_property: ("func",),
+    functools._lru_cache_wrapper: ("__wrapped__",),
+}
+"""Attributes that say what such an object does."""
 _SAID_BY_NAME = (
     *(types.GenericAlias, types.UnionType, types.MemberDescriptorType, types.GetSetDescriptorType),
     *(types.WrapperDescriptorType, types.MethodDescriptorType),
@@ -55,7 +65,9 @@ def fingerprint(*values: Any) -> str:
     """
     walk = _Walk()
     walk.take(values)
-    walk.follow()
+    while walk.later:
+        code = walk.later.popleft()
+        walk.take_class(code) if isinstance(code, type) else walk.take_function(code)
     return walk.hash.hexdigest()
 
 
@@ -68,15 +80,7 @@ class _Walk:
         self._met: dict[int, tuple[int, Any]] = {}  # by id; held, so that no id serves twice
         self._memory: dict[int, int] = {}  # by address
         self._spaces: set[tuple[int, frozenset[str]]] = set()
-        self._later: deque[FunctionType | type] = deque()
-
-    def follow(self) -> None:
-        while self._later:
-            code = self._later.popleft()
-            if isinstance(code, type):
-                self._take_class(code)
-            else:
-                self._take_function(code)
+        self.later: deque[FunctionType | type] = deque()
 
     def take(self, value: Any) -> None:
         if value is None or value is ... or isinstance(value, _PLAIN):
@@ -100,19 +104,11 @@ class _Walk:
     def _take_new(self, value: Any) -> None:
         if isinstance(value, FunctionType | type):
             self._note(value.__module__, value.__qualname__)
-            self._later.append(value)
+            self.later.append(value)
         elif isinstance(value, Tensor):
             self._take_tensor(value)
-        elif isinstance(value, types.MethodType | staticmethod | classmethod):
-            self.take((type(value), value.__func__, getattr(value, "__self__", None)))
-        elif isinstance(value, types.BuiltinFunctionType):
-            self.take((type(value), value.__qualname__, value.__self__))
-        elif isinstance(value, property):
-            self.take((property, value.fget, value.fset))
-        elif isinstance(value, functools.cached_property):
-            self.take((functools.cached_property, value.func))
-        elif isinstance(value, functools._lru_cache_wrapper):
-            self.take((functools.cache, value.__wrapped__))
+        elif type(value) in _HOLDERS:
+            self.take((type(value), *(getattr(value, name) for name in _HOLDERS[type(value)])))
         elif isinstance(value, ModuleType):
             self._note(value.__name__, _is_ours(value.__name__), _version(value.__name__))
         elif isinstance(value, _SAID_BY_NAME) or type(value).__module__ == "typing":
@@ -137,7 +133,7 @@ class _Walk:
         about = (type(tensor).__qualname__, tensor.dtype, tensor.device, tensor.shape, tensor.stride())
         self._note(*map(str, about), tensor.requires_grad, tensor.is_inference(), place)
 
-    def _take_function(self, function: FunctionType) -> None:
+    def take_function(self, function: FunctionType) -> None:
         home = str(function.__globals__.get("__name__"))
         cells = [_contents(cell) for cell in function.__closure__ or ()]
         if not _is_ours(home):  # a library's wrapper, say, around one of ours
@@ -178,7 +174,7 @@ class _Walk:
                 self.take(constant)
         return names
 
-    def _take_class(self, kind: type) -> None:
+    def take_class(self, kind: type) -> None:
         if not _is_ours(kind.__module__):
             self._note(_version(kind.__module__))
             return

@@ -28,40 +28,26 @@ def region(function: F) -> F:
 
 def flatten(*values: Any) -> list[Any]:
     """The layout of nested tuples as a string, followed by the leaves."""
-    layout, leaves = _flatten(values)
-    return [layout, *leaves]
+    leaves: list[Any] = []
+
+    def layout(value: Any) -> str:
+        if not isinstance(value, tuple):
+            leaves.append(value)
+            return "."
+        return " ".join((type(value).__name__, str(len(value)), *map(layout, value)))
+
+    return [layout(values), *leaves]
 
 
 def unflatten(flat: tuple[Any, ...], kinds: Kinds = ()) -> tuple[Any, tuple[Any, ...]]:
     """The values, and what is left of `flat` after them."""
-    values, _, rest = _unflatten(flat[0].split(), flat[1:], kinds)
-    return values, rest
+    by_name, words, leaves = {kind.__name__: kind for kind in kinds}, iter(flat[0].split()), iter(flat[1:])
 
+    def value() -> Any:
+        name = next(words)
+        if name == ".":
+            return next(leaves)
+        parts = tuple([value() for _ in range(int(next(words)))])
+        return by_name[name](*parts) if name in by_name else parts
 
-def _flatten(value: tuple[Any, ...]) -> tuple[str, list[Any]]:
-    layout, leaves = f"{type(value).__name__} {len(value)}", []
-    for part in value:
-        if isinstance(part, tuple):
-            inner, more = _flatten(part)
-            layout += f" {inner}"
-            leaves += more
-        else:
-            layout += " ."
-            leaves.append(part)
-    return layout, leaves
-
-
-def _unflatten(
-    layout: list[str], leaves: tuple[Any, ...], kinds: Kinds
-) -> tuple[Any, list[str], tuple[Any, ...]]:
-    """The first value, and what is left of both."""
-    name, layout = layout[0], layout[1:]
-    if name == ".":
-        return leaves[0], layout, leaves[1:]
-    size, layout = int(layout[0]), layout[1:]
-    parts: tuple[Any, ...] = ()
-    for _ in range(size):
-        part, layout, leaves = _unflatten(layout, leaves, kinds)
-        parts = (*parts, part)
-    kind = {kind.__name__: kind for kind in kinds}.get(name)
-    return (parts if kind is None else kind(*parts)), layout, leaves
+    return value(), tuple(leaves)

@@ -41,13 +41,9 @@ class Replayed:
     def __init__(self, compiled: Callable[..., Any]) -> None:
         self._compiled = compiled
         self._module: _Module | None = None
-        self._fresh = True
-        self._args: tuple[Any, ...] = ()
-        self._parts: list[tuple[dict[str, Any], str, nn.Module | None]] = []
-        self._places: list[tuple[dict[str, Any], str]] = []
-        self._first_layouts: list[Any] = []
-        self._addresses: list[int] = []
+        self._layouts: list[Any] | None = None  # of the model's tensors, at the first run
         self._calls: list[Call] | None = None
+        self.drop_capture()
 
     @property
     def replays(self) -> bool:
@@ -56,48 +52,45 @@ class Replayed:
 
     def drop_capture(self) -> None:
         """Drop the captured calls, which keep all buffers alive that they read and write."""
-        self._calls, self._args, self._parts, self._places = None, (), [], []
+        self._calls = None
+        self._args: tuple[Any, ...] = ()
+        self._parts: list[tuple[dict[str, Any], str, nn.Module | None]] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
 
     def __call__(self, *args: Any) -> Any:
-        if self._fresh:
-            self._fresh = False
-            with _loaded_modules() as modules:
-                result = self._compiled(*args)
-            if isinstance(args[0], nn.Module):  # else nothing would say that its weights have moved
-                self._module = _Module.of(modules)
-                self._remember(args)
-                self._first_layouts = _layouts(self._places)
-                self.drop_capture()
-            return result
-        if self._module is None:
-            return self._compiled(*args)
         if self._calls is not None and self._unmoved(args):
             for loop, tensors in self._calls:
                 loop(*tensors)
-        else:
-            self._capture(args)
-        return None
-
-    def _capture(self, args: tuple[Any, ...]) -> None:
-        assert self._module is not None
-        self._remember(args)
-        if _layouts(self._places) != self._first_layouts:
-            raise ValueError("a tensor of the model has another shape, layout or dtype: make a new Decoder")
-        self._calls = None
+            return None
+        if self._module is not None or self._layouts is None:
+            self._remember(args)
+        result, calls = None, None
         with _loaded_modules() as modules:
-            calls = self._module.capture(lambda: self._compiled(*args))
-        if modules:  # the compiler was reset, and has compiled it once more
-            self._module = _Module.of(modules)
+            if self._module is None:
+                result = self._compiled(*args)
+            else:
+                calls = self._module.capture(lambda: self._compiled(*args))
+        if modules:  # it was compiled now; without a model nothing would say that weights have moved
+            self._module = _Module.of(modules) if isinstance(args[0], nn.Module) else None
         elif calls:
             self._calls = calls
+        if self._calls is None:
+            self.drop_capture()
+        return result
 
     def _remember(self, args: tuple[Any, ...]) -> None:
         modules = [module for arg in args if isinstance(arg, nn.Module) for module in arg.modules()]
         tables = [table for module in modules for table in (module._parameters, module._buffers)]
-        self._args = args
+        self._args, self._calls = args, None
         self._parts = [(m._modules, name, part) for m in modules for name, part in m._modules.items()]
         self._places = [(t, name) for t in tables for name, tensor in t.items() if tensor is not None]
-        self._addresses = [table[name].data_ptr() for table, name in self._places]
+        tensors = [table[name] for table, name in self._places]
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+        if self._layouts is None:
+            self._layouts = layouts
+        elif layouts != self._layouts:
+            raise ValueError("a tensor of the model has another shape, layout or dtype: make a new Decoder")
 
     def _unmoved(self, args: tuple[Any, ...]) -> bool:
         return (
@@ -119,16 +112,16 @@ class _Module:
         """None where there is not exactly one module, or its functions do anything else; the log says
         which."""
         try:
-            return cls._read(modules)
+            if len(modules) != 1:
+                raise ValueError(f"{len(modules)} modules were compiled, and not one")
+            return cls._read(modules[0])
         except ValueError as reason:
             log.info("a compiled step runs as it is, without replay: %s", reason)
             return None
 
     @classmethod
-    def _read(cls, modules: list[ModuleType]) -> _Module:
-        if len(modules) != 1:
-            raise ValueError(f"{len(modules)} modules were compiled, and not one")
-        tree = ast.parse(inspect.getsource(modules[0]))
+    def _read(cls, module: ModuleType) -> _Module:
+        tree = ast.parse(inspect.getsource(module))
         loops = {
             node.targets[0].id
             for node in tree.body
@@ -144,12 +137,11 @@ class _Module:
         called = {name for function in entry for name in _calls(function)}
         regions = called & functions.keys()
         called |= {name for region in regions for name in _calls(functions[region])}
-        returned = {ast.unparse(n) for f in entry for n in ast.walk(f) if isinstance(n, ast.Return)}
-        if returned != {"return ()"}:
+        if {ast.unparse(n) for f in entry for n in ast.walk(f) if isinstance(n, ast.Return)} != {"return ()"}:
             raise ValueError("it returns something")
         if unknown := called - loops - regions - _HARMLESS:
             raise ValueError(f"it calls {', '.join(sorted(unknown))}")
-        return cls(modules[0], loops, regions)
+        return cls(module, loops, regions)
 
     def capture(self, run: Callable[[], None]) -> list[Call]:
         """Run the step and note its calls.
@@ -197,13 +189,8 @@ class _Module:
         return calls
 
 
-class _Loading(threading.local):
-    """Modules that the compiler has loaded for this thread, while they are collected."""
-
-    modules: list[ModuleType] | None = None
-
-
-_loading = _Loading()
+_loading = threading.local()
+"""Its `modules`: those that the compiler has loaded for this thread, while they are collected."""
 
 
 @contextmanager
@@ -215,7 +202,7 @@ def _loaded_modules() -> Iterator[list[ModuleType]]:
     try:
         yield modules
     finally:
-        _loading.modules = None
+        del _loading.modules
 
 
 @functools.cache
@@ -231,16 +218,10 @@ def _listen() -> None:
 
     def noted(*args: Any, **kwargs: Any) -> ModuleType:
         module = load(*args, **kwargs)
-        if _loading.modules is not None:
-            _loading.modules.append(module)
+        getattr(_loading, "modules", []).append(module)
         return module
 
     cache.load_by_key_path = noted
-
-
-def _layouts(places: list[tuple[dict[str, Any], str]]) -> list[Any]:
-    tensors = [table[name] for table, name in places]
-    return [(t.shape, t.stride(), t.dtype) for t in tensors]
 
 
 def _calls(function: ast.FunctionDef) -> set[str]:

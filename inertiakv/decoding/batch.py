@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..cache.retention import TensorState
 from ..requests.sampling import Sampling, sample
 
 READ_EVERY = 32
@@ -20,54 +21,38 @@ MAX_EOS_IDS = 8
 """End-of-sequence ids that a row can have."""
 
 
-class BatchState(nn.Module):
-    """State of the rows, advanced inside the graph. A finished row does not change."""
+class BatchState(TensorState):
+    """State of the rows, advanced inside the graph. A finished row does not change.
 
-    token_B: Tensor
-    position_B: Tensor
-    fed_B: Tensor
-    finished_B: Tensor
-    failed_B: Tensor
-    prompt_B: Tensor
-    sinks_B: Tensor
-    recent_B: Tensor
-    spaced_B: Tensor
-    history_BC: Tensor
-    cursor: Tensor
-    eos_E: Tensor
-    temperature_B: Tensor
-    top_k_B: Tensor
-    top_p_B: Tensor
-    min_p_B: Tensor
-    seed_B: Tensor
+    * `token_B`: the last token chosen; `fed_B`: whether it is in the cache already;
+    * `position_B`: tokens in the cache's sequence so far, so the position of the next one fed;
+    * `prompt_B`: the prompt's tokens; `sinks_B`, `recent_B`, `spaced_B`: the positions protected by it at the
+      start, at the end, and spaced over the prompt;
+    * `failed_B`: the row has finished since its logits were not finite;
+    * `history_BC`, `cursor`: the tokens of the last steps, and where the next step's go.
+    """
 
     def __init__(self, batch: int, device: torch.device) -> None:
         super().__init__()
-
-        def buffer(name: str, *size: int, dtype: torch.dtype = torch.int64, fill: float = 0) -> None:
-            self.register_buffer(name, torch.full(size, fill, dtype=dtype, device=device))
-
-        buffer("token_B", batch)  # the last token chosen
-        buffer(
-            "position_B", batch
-        )  # tokens in the cache's sequence so far, so the position of the next one fed
-        buffer("fed_B", batch, dtype=torch.bool, fill=1)  # whether the last token is in the cache already
-        buffer("finished_B", batch, dtype=torch.bool)
-        buffer("failed_B", batch, dtype=torch.bool)  # ended since its logits were not finite
-        # The prompt's tokens, and the positions protected by it: at the start, at the end, spaced over the
-        # prompt.
-        buffer("prompt_B", batch)
-        buffer("sinks_B", batch)
-        buffer("recent_B", batch)
-        buffer("spaced_B", batch)
-        buffer("history_BC", batch, READ_EVERY, fill=NO_TOKEN)
-        buffer("cursor")
-        buffer("eos_E", MAX_EOS_IDS, fill=NO_TOKEN)
-        buffer("temperature_B", batch, dtype=torch.float32, fill=1)
-        buffer("top_k_B", batch)
-        buffer("top_p_B", batch, dtype=torch.float32, fill=1)
-        buffer("min_p_B", batch, dtype=torch.float32)
-        buffer("seed_B", batch)
+        for name in (
+            "token_B",
+            "position_B",
+            "prompt_B",
+            "sinks_B",
+            "recent_B",
+            "spaced_B",
+            "top_k_B",
+            "seed_B",
+        ):
+            self.add(name, torch.zeros(batch, dtype=torch.int64, device=device))
+        self.add("fed_B", torch.ones(batch, dtype=torch.bool, device=device))
+        self.add("finished_B", torch.zeros(batch, dtype=torch.bool, device=device))
+        self.add("failed_B", torch.zeros(batch, dtype=torch.bool, device=device))
+        self.add("history_BC", torch.full((batch, READ_EVERY), NO_TOKEN, device=device))
+        self.add("cursor", torch.zeros((), dtype=torch.int64, device=device))
+        self.add("eos_E", torch.full((MAX_EOS_IDS,), NO_TOKEN, device=device))
+        for name, value in (("temperature_B", 1.0), ("top_p_B", 1.0), ("min_p_B", 0.0)):
+            self.add(name, torch.full((batch,), value, dtype=torch.float32, device=device))
 
     def start(self, prompt_tokens: Sequence[int], protection: Sequence[tuple[int, int, int]]) -> None:
         """Reset, for prompts of these lengths. `protection`: how many positions are protected in each row,
@@ -76,10 +61,10 @@ class BatchState(nn.Module):
             tensor.zero_()
         self.fed_B.fill_(True)
         self.prompt_B.copy_(torch.tensor(prompt_tokens))
-        for buffer, numbers in zip(
-            (self.sinks_B, self.recent_B, self.spaced_B), zip(*protection, strict=True), strict=True
-        ):
-            buffer.copy_(torch.tensor(numbers))
+        sinks, recent, spaced = torch.tensor(protection).unbind(1)
+        self.sinks_B.copy_(sinks)
+        self.recent_B.copy_(recent)
+        self.spaced_B.copy_(spaced)
 
     def configure(self, sampling: Sampling, eos_ids: Sequence[int], vocab_size: int) -> None:
         """Set how tokens are chosen and which ids end a row. Raises ValueError for too many ids."""
@@ -99,15 +84,9 @@ class BatchState(nn.Module):
         if greedy:
             token_B = logits_BV.argmax(-1)
         else:
-            token_B = sample(
-                torch.where(finite_B[:, None], logits_BV, 0.0),
-                temperature_B=self.temperature_B,
-                top_k_B=self.top_k_B,
-                top_p_B=self.top_p_B,
-                min_p_B=self.min_p_B,
-                seed_B=self.seed_B,
-                position_B=self.position_B,
-            )
+            filters = (self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B)
+            finite_BV = torch.where(finite_B[:, None], logits_BV, 0.0)
+            token_B = sample(finite_BV, *filters, self.seed_B, self.position_B)
         self.failed_B.logical_or_(~self.finished_B & ~finite_B)
         self.finished_B.logical_or_(self.failed_B)
         active_B = ~self.finished_B

@@ -70,14 +70,12 @@ class DecodingRule(nn.Module):
     def follow(self, config: EvictionConfig) -> None:
         """Take over the numbers of another rule with the same `graph_key`."""
         self.config = config
-        numbers = zip(*layer_coefficients(config, len(self.scored_layers)), strict=True)
+        numbers_2L = torch.tensor(layer_coefficients(config, len(self.scored_layers)), dtype=torch.float64)
         salt_L = uniform(torch.tensor(config.scorer_seed or 0), torch.tensor(self.scored_layers)) * 2**30
-        for of_layer, salt, coefficients in zip(
-            numbers, salt_L.long(), self.coefficients().values(), strict=True
-        ):
-            coefficients.smoothing.copy_(torch.tensor(of_layer, dtype=torch.float64))
-            if coefficients.salt is not None:
-                coefficients.salt.copy_(salt)
+        for index, (smoothing, salt) in enumerate(self.coefficients().values()):
+            smoothing.copy_(numbers_2L[:, index])
+            if salt is not None:
+                salt.copy_(salt_L[index].long())
 
     def coefficients(self) -> dict[int, Coefficients]:
         """For each layer that scores."""
@@ -96,8 +94,7 @@ class DecodingRule(nn.Module):
 
     def limits(self, state: BatchState) -> Limits:
         """What is protected in the rows."""
-        spaced = self.config is not None and self.config.reserve > 0
-        spaced_B = state.spaced_B if spaced else None
+        spaced_B = state.spaced_B if self.config is not None and self.config.reserve > 0 else None
         return Limits(state.sinks_B, state.recent_B, state.prompt_B, spaced_B)
 
     @property
@@ -109,10 +106,5 @@ class DecodingRule(nn.Module):
     def scoring_fields(self, scored_B: torch.Tensor, **more: Any) -> dict[str, Any]:
         """The fields of a `ForwardState` that say how its tokens are scored."""
         assert self.config is not None
-        return {
-            "scorer": self.config.scorer,
-            "scored_B": scored_B,
-            "learned": self.learned,
-            "tp": SINGLE_PROCESS if self.config.scope == "head" else self.tp,
-            **more,
-        }
+        tp = SINGLE_PROCESS if self.config.scope == "head" else self.tp
+        return {"scorer": self.config.scorer, "scored_B": scored_B, "learned": self.learned, "tp": tp, **more}

@@ -52,12 +52,12 @@ def enter(sets: RetentionSets, state: ForwardState) -> ForwardState:
             sets.utility_BXN.scatter_(-1, slots_BXT, mean_BX[..., None].expand(slots_BXT.shape))
 
     slots = sets.position_BXN.shape[-1]
-    end_slot = slots if state.end_slot is None else state.end_slot
+    slots_used = slots if state.slots_used is None else state.slots_used
     flex_runs, single = state.backend == "flex", state.query_BT.shape[1] == 1
-    position_BXN = sets.position_BXN if flex_runs else sets.position_BXN[..., : min(end_slot, slots)]
+    position_BXN = sets.position_BXN if flex_runs else sets.position_BXN[..., : min(slots_used, slots)]
     seen = (position_BXN, state.query_BT)
     return state._replace(
-        end_slot=end_slot,
+        slots_used=slots_used,
         slots_BXT=slots_BXT[..., :new],
         position_BXN=position_BXN,
         visible_BXTN=tuple(visible(*seen, window) for window in state.windows if single),
@@ -75,13 +75,14 @@ def leave(sets: RetentionSets, state: ForwardState) -> None:
     if state.by_age:
         utility_BXN = torch.zeros_like(utility_BXN)
     elif state.pooling is not None:
-        utility_BXN = pooled(sets.position_BXN, utility_BXN, protected_BXN, *state.pooling)
+        utility_BXN = pooled(sets.position_BXN, utility_BXN, protected_BXN, state.pooling)
     evict_one(sets, utility_BXN, protected_BXN, state.active_B)
 
 
 class ForwardPass:
-    """Call `begin`, run the model with it, call `finish`. Each layer writes its K and V, attends, and scores
-    where the pass does. Masks are made once for all layers that share retention sets."""
+    """Enters the new tokens, where all layers share their retention sets; then run the model with it, and
+    call `finish`. Each layer writes its K and V, attends, and scores where the pass does. Masks are made once
+    for all layers that share retention sets."""
 
     def __init__(
         self, cache: SlotCache, state: ForwardState, coefficients: dict[int, Coefficients] | None = None
@@ -91,13 +92,8 @@ class ForwardPass:
         self.shared = cache.shape.scope == "shared"
         self.coefficients = coefficients if coefficients is not None and state.scorer else {}
         self.layer_scores: dict[int, Tensor] = {}  # of each layer, where the pass records them
-        self._scoring = self._plain = flatten()
-
-    def begin(self) -> None:
-        """Enter the new tokens, where all layers share their retention sets."""
-        state = self.state
         if self.shared:
-            state = enter(self.cache.retention[0], state)
+            state = enter(cache.retention[0], state)
             self._filled = state.position_BXN.shape[-1]  # type: ignore[union-attr]
             # What layers do not look at would only be compared by the compiler, layer by layer.
             state = state._replace(slots_BT=None, active_B=None, mean_B=None, limits=None, pooling=None)
@@ -109,20 +105,19 @@ class ForwardPass:
     def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
         """`layer(x_BTE, *args, layer_pass)`, as a region of its own to the compiler, which traces and
         compiles layers that are alike once."""
-        kv, coefficients = self.cache.layers[index], self.coefficients.get(index)
-        common = self._plain if coefficients is None else self._scoring
+        coefficients, sets, utility_BXN = self.coefficients.get(index), None, None
         if not self.shared:
             sets = self.cache.retention[index]
-            return _layer_with_sets(*common, *flatten(layer, kv, sets, x_BTE, args, coefficients))
-        if coefficients is None:
-            return _layer(*common, *flatten(layer, kv, x_BTE, args))
-        utility_BXN = self.cache.retention[0].utility_BXN[..., : self._filled]
-        x_BTE, new_BXN, *score = _scored_layer(
-            *common, *flatten(layer, kv, x_BTE, args, utility_BXN, coefficients)
-        )
-        utility_BXN.copy_(self.state.tp.mean(new_BXN) if index == max(self.coefficients) else new_BXN)
-        if score:
-            self.layer_scores[index] = score[0]
+        elif coefficients is not None:
+            utility_BXN = self.cache.retention[0].utility_BXN[..., : self._filled]
+        common = self._plain if coefficients is None else self._scoring
+        own = (layer, self.cache.layers[index], sets, x_BTE, args, utility_BXN, coefficients)
+        x_BTE, *scored = _layer(*common, *flatten(*own))
+        if utility_BXN is not None:
+            new_BXN, *score = scored
+            utility_BXN.copy_(self.state.tp.mean(new_BXN) if index == max(self.coefficients) else new_BXN)
+            if score:
+                self.layer_scores[index] = score[0]
         return x_BTE
 
     def finish(self) -> None:
@@ -197,7 +192,7 @@ def attention(
     """The output [B, H, T, D], and the weights [B, G, R, N] where the pass `weighs` tokens by them."""
     position_BXN = state.position_BXN
     assert position_BXN is not None
-    assert state.end_slot is not None
+    assert state.slots_used is not None
     single, which = q_BHTD.shape[2] == 1, state.windows.index(window)
     if state.backend == "flex":
         assert softmax is None
@@ -215,35 +210,24 @@ def attention(
         return observed(q_BHTD, k_BGND, v_BGND, visible_BXTN, scale, softmax)
     else:
         seen = (position_BXN, state.query_BT, window)
-        ends = (state.end_slot, state.start_slot)
+        ends = (state.slots_used, state.slots_before)
         return dense_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, *ends, softmax), None
     return out_BHD[:, :, None], weights
 
 
-_KINDS = (ForwardState, Coefficients, Rotations, Limits, Pooling, TensorParallel)
+_KINDS = (ForwardState, Coefficients, Rotations, Limits, Pooling, TensorParallel, Softmax)
 
 
 @region
-def _layer(*flat: Any) -> Tensor:
+def _layer(*flat: Any) -> tuple[Tensor, ...]:
+    """The output; where the layer scores in shared sets the new utilities, and where it records its scores. A
+    layer with sets of its own enters, scores and evicts in here."""
     (state,), rest = unflatten(flat, _KINDS)
-    (layer, kv, x_BTE, args), _ = unflatten(rest)
-    return layer(x_BTE, *args, LayerPass(kv, state))
-
-
-@region
-def _scored_layer(*flat: Any) -> tuple[Tensor, ...]:
-    (state,), rest = unflatten(flat, _KINDS)
-    (layer, kv, x_BTE, args, utility_BXN, coefficients), _ = unflatten(rest, _KINDS)
-    layer_pass = LayerPass(kv, state, utility_BXN, coefficients)
-    x_BTE = layer(x_BTE, *args, layer_pass)
-    return x_BTE, *layer_pass.scored
-
-
-@region
-def _layer_with_sets(*flat: Any) -> Tensor:
-    """A layer that enters, scores and evicts in retention sets of its own."""
-    (state,), rest = unflatten(flat, _KINDS)
-    (layer, kv, sets, x_BTE, args, coefficients), _ = unflatten(rest, _KINDS)
+    (layer, kv, sets, x_BTE, args, utility_BXN, coefficients), _ = unflatten(rest, _KINDS)
+    if sets is None:
+        layer_pass = LayerPass(kv, state, utility_BXN, coefficients)
+        x_BTE = layer(x_BTE, *args, layer_pass)
+        return x_BTE, *layer_pass.scored
     state = enter(sets, state)
     assert state.position_BXN is not None
     utility_BXN = sets.utility_BXN[..., : state.position_BXN.shape[-1]]
@@ -252,4 +236,4 @@ def _layer_with_sets(*flat: Any) -> Tensor:
     if coefficients is not None:
         utility_BXN.copy_(state.tp.mean(layer_pass.scored[0]))
     leave(sets, state)
-    return x_BTE
+    return (x_BTE,)

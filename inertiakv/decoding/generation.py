@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from ..requests.results import FinishReason, Stats
 from ..requests.sampling import Sampling
 from ..scoring.kvzip import reconstruct
 from .batch import MAX_EOS_IDS, NO_TOKEN, BatchState
-from .conversation import Conversation
 from .prefill import Progress
 from .runtime import Runtime
 from .steps import decode_step, evicting_step
@@ -31,8 +30,9 @@ Stop = Callable[[int, list[int]], bool]
 """Called with a row and the tokens of its answer so far; True ends the row."""
 
 
-class ModelConversation(Conversation):
-    """A conversation whose model this project runs."""
+class Conversation:
+    """What is cached of a batch, and where its turns stand. Broken off in the middle of any change, it is
+    between two states and of no use."""
 
     def __init__(
         self,
@@ -47,15 +47,16 @@ class ModelConversation(Conversation):
         turn_step: int = 0,
         stopped: set[int] | None = None,
     ) -> None:
-        super().__init__(runtime.rule, cache, batch)
-        self.runtime, self.stats, self.turn_step = runtime, stats, turn_step
+        self.runtime, self.rule, self.eviction = runtime, runtime.rule, runtime.rule.config
+        self.cache, self.batch, self.stats = cache, batch, stats
+        self.turn_step = turn_step  # decode steps of this turn: the t of the refresh schedule
         self.overfull = overfull  # the cache holds whole prompts, which the next step evicts to budget
         self.tokens = tokens or []  # of each row's prompt or turn, as far as it was entered
         self.logits_BV = logits_BV  # of the last token fed, where none has been chosen from them yet
         self.stopped = stopped or set()  # rows that the caller's `stop` has ended
 
     @classmethod
-    def begin(cls, runtime: Runtime, lengths: list[int], budgets: Budgets, slots: int) -> ModelConversation:
+    def begin(cls, runtime: Runtime, lengths: list[int], budgets: Budgets, slots: int) -> Conversation:
         """A conversation that takes prompts of these lengths next, and is decoded in a cache of `slots`."""
         rows, buffers = len(lengths), runtime.buffers
         cache = buffers.decode_cache(rows, slots)
@@ -66,9 +67,8 @@ class ModelConversation(Conversation):
         batch = buffers.batch_state(rows)
         batch.start(lengths, budgets.protection)
         kept = [None if runtime.rule.config is None else budget for budget in budgets.rows]
-        conversation = cls(runtime, cache, batch, Stats(lengths, kept), budgets.overfull)
-        conversation.set_budgets(budgets)
-        return conversation
+        budgets.enter(cache.retention)
+        return cls(runtime, cache, batch, Stats(lengths, kept), budgets.overfull)
 
     # Prompts and turns.
 
@@ -77,7 +77,7 @@ class ModelConversation(Conversation):
         self._read(rows, progress)
         self._evict_before_decoding(new_tokens)
 
-    def copy_prompts(self, source: ModelConversation, new_tokens: int) -> None:
+    def copy_prompts(self, source: Conversation, new_tokens: int) -> None:
         """Take in the prompts that another conversation has read, and neither evicted nor answered."""
         assert source.logits_BV is not None
         with self.timed("prefill"):
@@ -139,7 +139,7 @@ class ModelConversation(Conversation):
         if eviction is None or eviction.evict_at != "prompt":
             return
         if eviction.scorer == "reconstruction":
-            sources = (runtime.model, self.cache, self.batch.position_B, runtime.rule.coefficients())
+            sources = (runtime.model, self.cache, self.batch.position_B, self.rule.coefficients())
             with self.timed("first_step"):
                 reconstruct(*sources, self.tokens, prefix=runtime.repeat_prefix, sinks=eviction.sinks)
         self.evict_to_budget(new_tokens, new=False)
@@ -158,8 +158,10 @@ class ModelConversation(Conversation):
                         runtime.on_draft(number, eviction.drafts)
                     draft_BD = self._draft(before_BW, draft_BD, new_tokens)
             logits_BV, keep_BXN = self._choose(before_BW, draft_BD, new=new)
-            in_place = runtime.buffers.is_decode_cache(self.cache)
-            self.keep_only(keep_BXN, self.cache if in_place else self._decode_cache(new_tokens, keep_BXN))
+            if runtime.buffers.is_decode_cache(self.cache):
+                self.cache.keep(keep_BXN)
+            else:
+                self.move_to(self._decode_cache(new_tokens, keep_BXN), keep_BXN)
         self.logits_BV = self.logits_BV if logits_BV is None else logits_BV
         self.overfull = False
         self.turn_step += new
@@ -171,12 +173,11 @@ class ModelConversation(Conversation):
         """Logits and the tokens to keep, by the evicting step; budgets are those that hold after it."""
         runtime, cache = self.runtime, self.cache
         assert self.eviction is not None
-        end_slot = cache.filled + new + draft_BD.shape[1]
         # In another cache slots are not those of later steps.
         recorded = new and runtime.buffers.is_decode_cache(cache)
         recorder = runtime.buffers.recorder_for(cache) if recorded else None
         state = (runtime.model, cache, self.batch, self.rule, recorder, before_BW, draft_BD)
-        logits_BV, keep_BXN = evicting_step(*state, new=new, end_slot=end_slot)
+        logits_BV, keep_BXN = evicting_step(*state, new=new)
         set_budgets_after_prompt(self.eviction, cache.retention, keep_BXN)
         return logits_BV, keep_BXN
 
@@ -224,12 +225,12 @@ class ModelConversation(Conversation):
             self.move_to(self.runtime.buffers.decode_cache(self.stats.batch, slots))
 
     def move_to(self, target: SlotCache, keep_BXN: Sequence[Tensor] | None = None) -> None:
+        """Go on in another cache, with all tokens or those marked."""
         # Captures of steps in the cache that is left would keep it alive.
         self.runtime.graphs.drop_captures()
-        super().move_to(target, keep_BXN)
-
-    def releases(self, cache: SlotCache) -> bool:
-        return not self.runtime.buffers.is_decode_cache(cache)
+        keep_BXN = self.cache.everything() if keep_BXN is None else keep_BXN
+        target.take_from(self.cache, keep_BXN, release=not self.runtime.buffers.is_decode_cache(self.cache))
+        self.cache = target
 
     def _decode_cache(self, new_tokens: int, keep_BXN: Sequence[Tensor]) -> SlotCache:
         """With room for the tokens marked, and `new_tokens` more or a draft."""
@@ -299,11 +300,9 @@ class ModelConversation(Conversation):
         setattr(seconds, part, getattr(seconds, part) + elapsed)
 
 
-class UnreadStep(NamedTuple):
-    """A step whose tokens are still on the device."""
-
-    before: tuple[int, int, int]  # the counts before it: decode steps, refreshes, steps of the turn
-    timed: bool  # its time is decoding, and not compilation
+UnreadStep = tuple[tuple[int, int, int], bool]
+"""A step whose tokens are still on the device: the counts before it (decode steps, refreshes, steps of the
+turn), and whether its time is decoding, and not compilation."""
 
 
 @dataclass(eq=False)
@@ -311,7 +310,7 @@ class GenerationLoop:
     """An answer of at most `max_new_tokens` a row. `eos`: the ids that end a row. `read_every`: steps between
     two reads of tokens from the device."""
 
-    conversation: ModelConversation
+    conversation: Conversation
     max_new_tokens: int
     sampling: Sampling
     eos: Sequence[int]
@@ -329,14 +328,19 @@ class GenerationLoop:
         for unread in self._steps():
             with conversation.timed("decode"):
                 history = conversation.batch.read(len(unread))
-            for step, tokens in zip(unread, history, strict=True):
+            for (before, timed), tokens in zip(unread, history, strict=True):
                 if all(token == NO_TOKEN for token in tokens):
                     # It and those after it ran when every row had ended, and changed nothing.
-                    stats.decode_steps, stats.refreshes, conversation.turn_step = step.before
+                    stats.decode_steps, stats.refreshes, conversation.turn_step = before
                     return
-                if step.timed:
+                if timed:
                     stats.timed_tokens += sum(token != NO_TOKEN for token in tokens)
-                self._end_rows(answer, tokens)
+                for row, token in enumerate(tokens):
+                    if token != NO_TOKEN:
+                        answer[row].append(token)
+                        if self.stop is not None and self.stop(row, answer[row]):
+                            conversation.batch.finished_B[row] = True
+                            conversation.stopped.add(row)
                 yield tokens
 
     def finish(self) -> None:
@@ -366,19 +370,9 @@ class GenerationLoop:
             else:
                 timed = conversation.run_step(greedy)
             conversation.check_ranks()
-            unread.append(UnreadStep(before, timed))
+            unread.append((before, timed))
             if len(unread) == self.read_every or index == self.max_new_tokens - 1:
                 yield unread
                 unread = []
                 if bool(batch.finished_B.all()):
                     return
-
-    def _end_rows(self, answer: list[list[int]], tokens: list[int]) -> None:
-        """Append a step's tokens to the rows' answers, and end those rows where `stop` says so."""
-        for row, token in enumerate(tokens):
-            if token == NO_TOKEN:
-                continue
-            answer[row].append(token)
-            if self.stop is not None and self.stop(row, answer[row]):
-                self.conversation.batch.finished_B[row] = True
-                self.conversation.stopped.add(row)

@@ -56,21 +56,27 @@ class Prefill:
 
         # `slots` come after each row's fullest set: a mean that is as large says that all sets are.
         even = min(slots) == max(slots) and bool((cache.mean_B == slots[0]).all())
+        dense = self.rule.backend == "dense"
         last_BE: Tensor | None = None
         for start in range(0, longest, self.chunk):
             width = min(self.chunk, longest - start)
-            offset_T = torch.arange(start, start + self._padded(width), device=device)
+            padded = width if dense else min(self.chunk, bucket(width))
+            offset_T = torch.arange(start, start + padded, device=device)
             real_BT = offset_T < length_B[:, None]
-            hidden_BTE = self._run(
-                cache,
-                token_BT.gather(1, offset_T.clamp_max(longest - 1).expand(len(rows), -1)),
-                torch.where(real_BT, position_B1 + offset_T, EMPTY),
-                # Padding lands in a slot that the row has not reached, the last one at most, which no prompt
-                # fills.
-                (slot_B1 + offset_T).clamp_max(cache.shape.slots - 1),
-                end_slot=max(slots) + start + width,
-                start_slot=slots[0] + start if even else None,
-            )
+            tokens_BT = token_BT.gather(1, offset_T.clamp_max(longest - 1).expand(len(rows), -1))
+            positions_BT = torch.where(real_BT, position_B1 + offset_T, EMPTY)
+            # Padding lands in a slot that the row has not reached, the last one at most, which no prompt
+            # fills.
+            slots_BT = (slot_B1 + offset_T).clamp_max(cache.shape.slots - 1)
+            args = (self.model, cache, self.rule, tokens_BT, positions_BT, slots_BT)
+            if dense:
+                slots_before = slots[0] + start if even else None
+                hidden_BTE = chunk_step(*args, max(slots) + start + width, slots_before)
+            else:
+                key = ("prompt chunk", cache.shape, tokens_BT.shape)
+                # Not captured: prompt caches come and go, and chunks are long enough to hide the time of
+                # launching.
+                hidden_BTE = self.graphs.run(key, chunk_step, *args, None, None, capture=False)
             index_B = (length_B - 1 - start).clamp(0, hidden_BTE.shape[1] - 1)
             ends_B1 = ((length_B > start) & (length_B <= start + width))[:, None]
             chunk_last_BE = hidden_BTE[torch.arange(len(rows), device=device), index_B]
@@ -83,23 +89,3 @@ class Prefill:
             sets.free_BX.copy_((slot_B1[:, 0] + length_B)[:, None])
         assert last_BE is not None
         return last_BE
-
-    def _padded(self, width: int) -> int:
-        return min(self.chunk, bucket(width)) if self.rule.backend == "flex" else width
-
-    def _run(
-        self,
-        cache: SlotCache,
-        tokens_BT: Tensor,
-        positions_BT: Tensor,
-        slots_BT: Tensor,
-        *,
-        end_slot: int,
-        start_slot: int | None,
-    ) -> Tensor:
-        args = (self.model, cache, self.rule, tokens_BT, positions_BT, slots_BT)
-        if self.rule.backend == "dense":
-            return chunk_step(*args, end_slot, start_slot)
-        key = ("prompt chunk", cache.shape, tokens_BT.shape)
-        # Not captured: prompt caches come and go, and chunks are long enough to hide the time of launching.
-        return self.graphs.run(key, chunk_step, *args, None, None, capture=False)

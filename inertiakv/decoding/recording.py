@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..cache.retention import RetentionSets
+from ..cache.retention import RetentionSets, TensorState
 
 
 @dataclass(frozen=True)
@@ -28,27 +28,20 @@ class Recording:
     """int64: position of the token that the step fed, -1 where the row had ended."""
 
 
-class Recorder(nn.Module):
+class Recorder(TensorState):
     """Buffers for the first `steps` decode steps of an answer; steps beyond them are not recorded."""
-
-    position_TBN: Tensor
-    utility_TBN: Tensor
-    score_TLBN: Tensor
-    newest_TB: Tensor
-    cursor: Tensor
 
     def __init__(self, steps: int, layers: int, batch: int, slots: int, device: torch.device) -> None:
         super().__init__()
         self.sizes = (steps, layers, batch, slots)
-        # One step more: it takes what comes after the others.
-        sets, float32 = (batch, slots), torch.float32
-        self.register_buffer("position_TBN", torch.empty(steps + 1, *sets, dtype=torch.int32, device=device))
-        self.register_buffer("utility_TBN", torch.empty(steps + 1, *sets, dtype=float32, device=device))
-        self.register_buffer(
-            "score_TLBN", torch.empty(steps + 1, layers, *sets, dtype=float32, device=device)
-        )
-        self.register_buffer("newest_TB", torch.empty(steps + 1, batch, dtype=torch.int64, device=device))
-        self.register_buffer("cursor", torch.zeros((), dtype=torch.int64, device=device))
+        for name, dtype, size in (
+            ("position_TBN", torch.int32, (batch, slots)),
+            ("utility_TBN", torch.float32, (batch, slots)),
+            ("score_TLBN", torch.float32, (layers, batch, slots)),
+            ("newest_TB", torch.int64, (batch,)),
+        ):  # One step more: it takes what comes after the others.
+            self.add(name, torch.empty(steps + 1, *size, dtype=dtype, device=device))
+        self.add("cursor", torch.zeros((), dtype=torch.int64, device=device))
 
     def record(self, sets: RetentionSets, score_BXN: dict[int, Tensor], newest_B: Tensor) -> None:
         """Record one step; runs inside the graph. Layers that are not in `score_BXN` did not score."""

@@ -82,14 +82,15 @@ class Runtime:
             raise ValueError("repeat_prefix has no effect without scorer='reconstruction'")
         one_graph = self._takes_one_graph(eviction)
         graph_key = () if eviction is None else (*eviction.graph_key, one_graph)
-        learned = None
-        if eviction is not None:
-            learned = self._learned(eviction)
-            if eviction.scorer == "expected_attention":
-                check_rotary(self.model)
+        learned, device = None, self.model.device
+        if eviction is not None and eviction.scorer_file is not None:
+            dtype = accumulation_dtype(self.model.dtype)
+            learned = load_scorer(eviction.scorer_file, self.model.config, device=device, dtype=dtype)
+        if eviction is not None and eviction.scorer == "expected_attention":
+            check_rotary(self.model)
         rule = self._rules.pop(graph_key, None)
         if rule is None:
-            rule = self._make_rule(eviction, learned, one_graph)
+            rule = self._make_rule(eviction, learned=learned, one_graph=one_graph)
         elif eviction is not None:
             rule.follow(eviction)
             if rule.learned is not None and learned is not None:  # the file may have changed
@@ -105,19 +106,10 @@ class Runtime:
         """Tokens of the rule's draft."""
         return 0 if self.rule.config is None else self.rule.config.draft
 
-    def _make_rule(
-        self, eviction: EvictionConfig | None, learned: Any = None, one_graph: bool = False
-    ) -> DecodingRule:
+    def _make_rule(self, eviction: EvictionConfig | None, **options: Any) -> DecodingRule:
         model = self.model
         sizes = (model.config.num_layers, model.config.windows, self.backend, model.dtype, model.device)
-        return DecodingRule(eviction, *sizes, learned=learned, tp=self.tp, one_graph=one_graph)
-
-    def _learned(self, eviction: EvictionConfig) -> Any:
-        """The scorer that the rule names a file of."""
-        if eviction.scorer_file is None:
-            return None
-        where = {"device": self.model.device, "dtype": accumulation_dtype(self.model.dtype)}
-        return load_scorer(eviction.scorer_file, self.model.config, **where)  # type: ignore[arg-type]
+        return DecodingRule(eviction, *sizes, tp=self.tp, **options)
 
     def _takes_one_graph(self, eviction: EvictionConfig | None) -> bool:
         """Whether steps with and without refresh share one graph, which always scores. On a CPU that costs

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from ..cache.slot_cache import SlotCache
 from ..requests.results import Seconds, Stats
 from .batch import BatchState
-from .generation import ModelConversation
+from .generation import Conversation
 from .runtime import Runtime
 
 FORMAT = "inertiakv conversation 2"
 _PLAIN = ("overfull", "tokens", "turn_step")  # what of a conversation is written as it is
 
 
-def save(conversation: ModelConversation, path: str | Path) -> None:
+def save(conversation: Conversation, path: str | Path) -> None:
     """Write a conversation. Raises ValueError for one whose K and V are spread over ranks."""
     if conversation.runtime.rule.tp.size > 1:
         raise ValueError("a conversation with a model on several ranks cannot be saved: none has all of it")
@@ -63,7 +63,7 @@ def read(runtime: Runtime, path: str | Path) -> tuple[dict[str, Any], dict[str, 
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             # Files that were written before rows could fail do not have it.
             tensors.setdefault("rows.failed_B", torch.zeros_like(tensors["rows.finished_B"]))
-            _check_complete(runtime, state, tensors)
+        _check_complete(runtime, state, tensors)
     except SafetensorError as error:
         raise ValueError(f"{path} is no readable safetensors file: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
@@ -71,7 +71,7 @@ def read(runtime: Runtime, path: str | Path) -> tuple[dict[str, Any], dict[str, 
     return state, tensors
 
 
-def restore(runtime: Runtime, state: dict[str, Any], tensors: dict[str, Tensor]) -> ModelConversation:
+def restore(runtime: Runtime, state: dict[str, Any], tensors: dict[str, Tensor]) -> Conversation:
     """The conversation, in the place of the runtime's former one."""
     stats, slots = _stats(state), state["slots"]
     if state["overfull"]:
@@ -82,9 +82,8 @@ def restore(runtime: Runtime, state: dict[str, Any], tensors: dict[str, Tensor])
     batch = runtime.buffers.batch_state(stats.batch)
     for name, buffer in _buffers(cache, batch).items():
         buffer.copy_(tensors[name])
-    plain = {name: state[name] for name in _PLAIN}
-    logits_BV, stopped = tensors.get("logits"), set(state["stopped"])
-    return ModelConversation(runtime, cache, batch, stats, **plain, logits_BV=logits_BV, stopped=stopped)
+    more = {**{name: state[name] for name in _PLAIN}, "stopped": set(state["stopped"])}
+    return Conversation(runtime, cache, batch, stats, **more, logits_BV=tensors.get("logits"))
 
 
 def _buffers(cache: SlotCache, batch: BatchState) -> dict[str, Tensor]:

@@ -31,23 +31,13 @@ def chunk_step(
     tokens_BT: Tensor,
     positions_BT: Tensor,
     slots_BT: Tensor,
-    end_slot: int | None,
-    start_slot: int | None,
+    slots_used: int | None,
+    slots_before: int | None,
 ) -> Tensor:
     """Enter a chunk of a prompt into the cache, hidden_BTE. Padding has position -1. For the last two, see
     `ForwardState`."""
-    forward = ForwardPass(cache, chunk_state(rule, positions_BT, slots_BT, end_slot, start_slot))
-    forward.begin()
-    return model(tokens_BT, positions_BT, forward)
-
-
-def chunk_state(
-    rule: DecodingRule, positions_BT: Tensor, slots_BT: Tensor, end_slot: int | None, start_slot: int | None
-) -> ForwardState:
-    """Of `chunk_step`."""
-    return ForwardState(
-        positions_BT, slots_BT, rule.backend, rule.windows, end_slot=end_slot, start_slot=start_slot
-    )
+    state = ForwardState(positions_BT, slots_BT, rule.backend, rule.windows, slots_used, slots_before)
+    return model(tokens_BT, positions_BT, ForwardPass(cache, state))
 
 
 def decode_step(
@@ -68,7 +58,6 @@ def decode_step(
     active_B = ~batch.finished_B
     state = decode_state(rule, batch, active_B, scores=scores, record=recorder is not None)
     forward = ForwardPass(cache, state, rule.coefficients())
-    forward.begin()
     hidden_BE = model(batch.token_B[:, None], state.query_BT, forward)[:, 0]
     if recorder is not None:
         newest_B = torch.where(active_B, batch.position_B, EMPTY)
@@ -117,7 +106,6 @@ def evicting_step(
     draft_BD: Tensor,
     *,
     new: bool,
-    end_slot: int,
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Feed one token a row where `new`, score it together with the W tokens before it and a draft of the D
     after it, and choose what stays: the logits [B, V] of a new token, and for each of the cache's retention
@@ -128,29 +116,26 @@ def evicting_step(
     `before_BW` are tokens that the cache holds, and of `draft_BD` none is left in it; -1 where a row has
     fewer.
     """
-    fed_B = ~batch.finished_B | cache.overfull_B
     length, entered = before_BW.shape[1], int(new) + draft_BD.shape[1]
     tokens_BT = torch.cat((before_BW, batch.token_B[:, None][:, : int(new)], draft_BD), dim=1)
-    slots_BT = None
+    state = evicting_state(cache, rule, batch, tokens_BT >= 0, new=entered)
+    positions_BT, fed_B, logits_BV = state.query_BT, state.active_B, None
     if draft_BD.shape[1]:  # behind the fullest set of each row: every set takes it at the same slots
         slots_BT = cache.most_B[:, None] + torch.arange(entered, device=cache.device)
-    state = evicting_state(
-        rule, batch, tokens_BT >= 0, fed_B, new=entered, end_slot=end_slot, slots_BT=slots_BT
-    )
-    positions_BT = state.query_BT
+        state = state._replace(slots_BT=slots_BT)
     if state.scorer == "expected_attention":
         next_B = batch.position_B + int(new)
         dtype = cache.retention[0].utility_BXN.dtype
         state = state._replace(rotations=rotations(model, positions_BT, next_B, dtype))
-    forward = ForwardPass(cache, state._replace(record=recorder is not None), rule.coefficients())
-    logits_BV = None
     if tokens_BT.shape[1]:
-        forward.begin()
+        state = state._replace(record=recorder is not None)
+        forward = ForwardPass(cache, state, rule.coefficients())
         hidden_BTE = model(tokens_BT.clamp_min(0), positions_BT, forward)
         logits_BV = model.head(hidden_BTE[:, length]) if new else None
-    if recorder is not None:
-        recorder.record(cache.retention[0], forward.layer_scores, positions_BT[:, -1])
+        if recorder is not None:
+            recorder.record(cache.retention[0], forward.layer_scores, positions_BT[:, -1])
     if new:
+        assert fed_B is not None
         batch.position_B.add_(fed_B)
         batch.fed_B.logical_or_(fed_B)
     if draft_BD.shape[1]:
@@ -159,29 +144,23 @@ def evicting_step(
 
 
 def evicting_state(
-    rule: DecodingRule,
-    batch: BatchState,
-    real_BT: Tensor,
-    fed_B: Tensor,
-    *,
-    new: int,
-    end_slot: int,
-    slots_BT: Tensor | None = None,
+    cache: SlotCache, rule: DecodingRule, batch: BatchState, real_BT: Tensor, *, new: int
 ) -> ForwardState:
-    """Of `evicting_step`, with queries of which `real_BT` are no padding, in the rows `fed_B`; the last `new`
-    of them enter the cache."""
+    """Of `evicting_step`, with queries of which `real_BT` are no padding; the last `new` of them enter the
+    cache."""
+    fed_B = ~batch.finished_B | cache.overfull_B
     assert rule.config is not None
     back_T = torch.arange(new - real_BT.shape[1], new, device=real_BT.device)
     state = ForwardState(
         torch.where(real_BT & fed_B[:, None], batch.position_B[:, None] + back_T, EMPTY),
-        slots_BT,
+        None,
         # Dense whatever the backend: this step runs once, uncompiled, which FlexAttention is not made for.
         "dense",
         rule.windows,
         active_B=fed_B,
         new=new,
         mean_B=fed_B if rule.config.new_token == "mean" else None,
-        end_slot=end_slot,
+        slots_used=cache.filled + new,
     )
     if rule.scores:
         state = state._replace(**rule.scoring_fields(fed_B, window_by=rule.config.window_by))

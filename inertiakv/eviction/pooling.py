@@ -18,15 +18,14 @@ class Pooling(NamedTuple):
     by: Literal["max", "mean"]
 
 
-def pooled(
-    position_N: Tensor, utility_N: Tensor, protected_N: Tensor, width: int, by: Literal["max", "mean"]
-) -> Tensor:
+def pooled(position_N: Tensor, utility_N: Tensor, protected_N: Tensor, pooling: Pooling) -> Tensor:
     """Replace each token's utility by the maximum or mean over cached tokens within `width // 2` positions.
     A query looks at the head of a span; the rest of it is needed a few steps later.
 
     Protected tokens are left out and get 0: they stay anyway, and neighbours of the first token, which
     every query looks at, should not profit from it. (SnapKV, arXiv 2404.14469, likewise pools only the
     tokens before its window.)"""
+    width, by = pooling
     position_N = torch.where(protected_N, EMPTY, position_N)
     occupied_N = position_N > EMPTY
     order_N = torch.where(occupied_N, position_N, NO_POSITION).argsort(-1)

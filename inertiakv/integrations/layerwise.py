@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from ..attention.dense import Softmax
+from ..attention.forward_state import ForwardState
 from ..cache.budgets import Budgets, set_budgets_after_prompt
 from ..cache.retention import EMPTY
 from ..cache.slot_cache import CacheShape, SlotCache, bucket
 from ..config import MAX_BUDGET, EvictionConfig
 from ..decoding.batch import BatchState
-from ..decoding.conversation import Conversation
 from ..decoding.decoding_rule import DecodingRule
 from ..decoding.forward import ForwardPass, LayerPass
-from ..decoding.steps import chosen, chunk_state, decode_state, evicting_state
+from ..decoding.steps import chosen, decode_state, evicting_state
 from ..scoring.learned import LearnedScorer
 
 ROOM = 256
@@ -53,7 +53,7 @@ class Part:
     """It scores together with the last queries before it, and what stays is chosen after it."""
 
 
-class LayerwiseConversation(Conversation):
+class LayerwiseConversation:
     """For each pass: `begin`, `attend` in each layer, `end`. Broken off in between, it is of no use."""
 
     def __init__(
@@ -68,15 +68,14 @@ class LayerwiseConversation(Conversation):
         `k_BGTD`."""
         rows, heads, length, head_dim = k_BGTD.shape
         self.dtype, self.device, self.layers = k_BGTD.dtype, k_BGTD.device, len(windows)
-        rule = DecodingRule(
-            eviction, self.layers, tuple(windows), "dense", self.dtype, self.device, learned=learned
-        )
+        sizes, where = (self.layers, tuple(windows)), (self.dtype, self.device)
+        self.config, self.rule = eviction, DecodingRule(eviction, *sizes, "dense", *where, learned=learned)
         shape = CacheShape(self.layers, rows, heads, bucket(length + 1), head_dim, eviction.scope)
-        cache = SlotCache(shape, dtype=self.dtype, device=self.device)
-        for sets in cache.retention:
+        self.cache = SlotCache(shape, dtype=self.dtype, device=self.device)
+        for sets in self.cache.retention:
             sets.budget_BX.fill_(MAX_BUDGET)
-        super().__init__(rule, cache, BatchState(rows, self.device))
-        self.config = eviction
+        self.batch = BatchState(rows, self.device)
+        self.turn_step = 0  # decode steps of this turn: the t of the refresh schedule
         self._first_turn, self._reading = True, False  # a prompt is being read, or a turn
         self._room: float = 0  # tokens that may come before the cache has to grow
         self._parts: list[Part] = []
@@ -97,7 +96,8 @@ class LayerwiseConversation(Conversation):
             return
         further = self.turn_step > 0 or not self._first_turn
         if self.turn_step > 0:
-            self._begin_turn()
+            self._first_turn, self.turn_step = False, 0
+            self._forget_queries()
         self._hold(real_BT)
         if further and at_first_step:  # the turn's last token is the first step of a new refresh schedule
             self._parts = [
@@ -165,18 +165,13 @@ class LayerwiseConversation(Conversation):
     def _forget_queries(self) -> None:
         self._queries_BHWD, self._real_BW = {}, self._real_BW[:, :0]
 
-    def _begin_turn(self) -> None:
-        self._first_turn, self.turn_step = False, 0
-        self._forget_queries()
-
     def _hold(self, real_BT: Tensor) -> None:
         """Have the tokens of each row, oldest first, in the cache's first slots, and room for these behind
         them."""
         most = int((self.cache.most_B + real_BT.sum(-1)).max())
         tidy = self._reading or int(self.batch.position_B.max()) == 0
         if not tidy or self.cache.shape.slots < most + 1:
-            self.move_to(self._new_cache(bucket(most + 1)))
-            self._measure()
+            self._move(bucket(most + 1))
 
     def _chunk_part(self, real_BT: Tensor) -> Part:
         """Tokens that are entered behind the others, and not scored."""
@@ -188,16 +183,16 @@ class LayerwiseConversation(Conversation):
         # Padding lands in the last slot, which no prompt fills.
         slots_BT = torch.where(real_BT, base_B[:, None] + offset_BT, cache.shape.slots - 1)
         left_T = torch.arange(length, 0, -1, device=self.device)
-        state = chunk_state(
-            self.rule,
+        state = ForwardState(
             torch.where(real_BT, batch.position_B[:, None] + offset_BT, EMPTY),
             slots_BT,
+            self.rule.backend,
+            self.rule.windows,
             # As if no padding came between a token and the last one.
-            int(torch.where(real_BT, slots_BT + left_T, 0).max()),
-            filled if whole else None,
+            slots_used=int(torch.where(real_BT, slots_BT + left_T, 0).max()),
+            slots_before=filled if whole else None,
         )
         forward = ForwardPass(cache, state)
-        forward.begin()
         for sets in cache.retention:
             sets.free_BX.copy_((base_B + count_B)[:, None])
         batch.position_B.add_(count_B)
@@ -214,7 +209,7 @@ class LayerwiseConversation(Conversation):
             budgets = Budgets(self.config, lengths, self.layers)
             self.batch.start(lengths, budgets.protection)
             self.batch.position_B.copy_(self.batch.prompt_B)
-            self.set_budgets(budgets)
+            budgets.enter(self.cache.retention)
         self._first_turn = self._reading = False
         if self.config.evict_at == "prompt":
             part = self._evicting_part(self._real_BW[:, :0], slice(0, 0))
@@ -226,22 +221,20 @@ class LayerwiseConversation(Conversation):
         """The new token, if there is one, and the last ones of the prompt, which score it together."""
         cache, batch, new = self.cache, self.batch, real_BT.shape[1] == 1
         batch.finished_B.copy_(~real_BT[:, 0] if new else torch.zeros_like(batch.finished_B))
-        fed_B = ~batch.finished_B | cache.overfull_B
         real_BT = torch.cat((self._real_BW, real_BT), dim=1)
-        state = evicting_state(self.rule, batch, real_BT, fed_B, new=int(new), end_slot=cache.filled + new)
+        state = evicting_state(cache, self.rule, batch, real_BT, new=int(new))
         forward = ForwardPass(cache, state, self.rule.coefficients())
-        forward.begin()
-        return Part(forward, columns, fed_B, evicts_prompt=True)
+        return Part(forward, columns, state.active_B, evicts_prompt=True)
 
     def _decode_part(self, real_BT: Tensor) -> Part:
+        if self._room < 1:  # or more, if rows have ended since it was measured
+            self._measure()
         if self._room < 1:
-            self._grow()
+            self._move(self.cache.slots_for(max(ROOM, self.cache.shape.slots // 8)))
         active_B = real_BT[:, 0]
         scores = self.rule.refreshes_at(self.turn_step + 1)
         state = decode_state(self.rule, self.batch, active_B, scores=scores)
-        forward = ForwardPass(self.cache, state, self.rule.coefficients())
-        forward.begin()
-        return Part(forward, slice(0, 1), active_B)
+        return Part(ForwardPass(self.cache, state, self.rule.coefficients()), slice(0, 1), active_B)
 
     def _compact(self) -> None:
         """Evict the prompt to budget, and give back the memory that it took."""
@@ -249,20 +242,19 @@ class LayerwiseConversation(Conversation):
         set_budgets_after_prompt(self.config, self.cache.retention, keep_BXN)
         self._forget_queries()
         slots = self.cache.slots_for(ROOM, keep_BXN)
-        self.keep_only(keep_BXN, self.cache if slots == self.cache.shape.slots else self._new_cache(slots))
-        self._measure()
-
-    def _grow(self) -> None:
-        self._measure()
-        if self._room < 1:
-            room = max(ROOM, self.cache.shape.slots // 8)
-            self.move_to(self._new_cache(self.cache.slots_for(room)))
+        if slots == self.cache.shape.slots:
+            self.cache.keep(keep_BXN)
             self._measure()
+        else:
+            self._move(slots, keep_BXN)
 
-    def _new_cache(self, slots: int) -> SlotCache:
-        """Of another size, without memory yet."""
+    def _move(self, slots: int, keep_BXN: Sequence[Tensor] | None = None) -> None:
+        """Go on in a cache of another size, with all tokens or those marked."""
         shape = replace(self.cache.shape, slots=slots)
-        return SlotCache(shape, dtype=self.dtype, device=self.device, allocate=False)
+        target = SlotCache(shape, dtype=self.dtype, device=self.device, allocate=False)
+        target.take_from(self.cache, self.cache.everything() if keep_BXN is None else keep_BXN, release=True)
+        self.cache = target
+        self._measure()
 
     def _measure(self) -> None:
         """How many tokens there is room for."""
@@ -277,8 +269,7 @@ def _attend(
     v_BGTD: Tensor,
     window: int | None,
     scale: float,
-    softcap_and_sink: Softmax | tuple[float | None, Tensor | None] | None,
+    softmax: Softmax | None,
     layer_pass: LayerPass,
 ) -> Tensor:
-    softmax = None if softcap_and_sink is None else Softmax(*softcap_and_sink)
     return layer_pass.attend(q_BHTD, k_BGTD, v_BGTD, window=window, scale=scale, softmax=softmax)

@@ -30,12 +30,21 @@ from ..cache.slot_cache import SlotCache
 from ..compiling.numerics import accumulation_dtype
 from ..config import EvictionConfig
 from ..decoding.forward import attention as attend_to
-from ..scoring.learned import LearnedScorer, load_scorer
+from ..scoring.learned import load_scorer
 from .attachment import HandedOver, attach
 from .checks import NAME, check_model, check_rule, of_evicted_layers
 from .layerwise import Attention, LayerwiseConversation
 
 _uncompiled = torch.compiler.disable(reason="InertiaCache runs as it is: compile without fullgraph=True")
+
+
+def _refused(why: str) -> Any:
+    """A method of other caches that this one cannot have."""
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(why)
+
+    return refuse
 
 
 class InertiaCache(Cache):
@@ -135,20 +144,11 @@ class InertiaCache(Cache):
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         return self._past + new, 0
 
-    def reorder_cache(self, beam_idx: Any) -> NoReturn:
-        raise ValueError("beams cannot share an InertiaCache: generate with num_beams=1")
-
-    def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError("an InertiaCache cannot go back, as assisted decoding does: what it evicted is gone")
-
-    def activate_past_recording(self) -> NoReturn:
-        self.crop()
-
-    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        raise ValueError("rows of an InertiaCache cannot be repeated")
-
-    def batch_select_indices(self, indices: Any) -> NoReturn:
-        raise ValueError("rows of an InertiaCache cannot be selected")
+    reorder_cache = _refused("beams cannot share an InertiaCache: generate with num_beams=1")
+    crop = _refused("an InertiaCache cannot go back, as assisted decoding does: what it evicted is gone")
+    activate_past_recording = crop
+    batch_repeat_interleave = _refused("rows of an InertiaCache cannot be repeated")
+    batch_select_indices = _refused("rows of an InertiaCache cannot be selected")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InertiaCache:
         """Another cache of the same model, with what this one has kept."""
@@ -244,22 +244,17 @@ class InertiaCache(Cache):
         return kept_BS
 
     def _begin(self, k_BGTD: Tensor, real_BT: Tensor) -> None:
-        conversation = self._conversation
-        if conversation is None:
-            windows = [self._windows[i] for i in self._evicted]
-            conversation = LayerwiseConversation(
-                self.eviction, windows, real_BT, k_BGTD, self._scorer(k_BGTD)
-            )
-            self._conversation = conversation
-        conversation.begin(real_BT)
-
-    def _scorer(self, k_BGTD: Tensor) -> LearnedScorer | None:
-        if self.eviction.scorer_file is None:
-            return None
-        heads = self._config.num_attention_heads
-        sizes = SimpleNamespace(num_heads=heads, num_kv_heads=k_BGTD.shape[1], head_dim=k_BGTD.shape[3])
-        dtype = accumulation_dtype(k_BGTD.dtype)
-        return load_scorer(self.eviction.scorer_file, sizes, device=k_BGTD.device, dtype=dtype)
+        if self._conversation is None:
+            windows, learned = [self._windows[i] for i in self._evicted], None
+            if self.eviction.scorer_file is not None:
+                heads = self._config.num_attention_heads
+                sizes = SimpleNamespace(
+                    num_heads=heads, num_kv_heads=k_BGTD.shape[1], head_dim=k_BGTD.shape[3]
+                )
+                where: dict[str, Any] = {"device": k_BGTD.device, "dtype": accumulation_dtype(k_BGTD.dtype)}
+                learned = load_scorer(self.eviction.scorer_file, sizes, **where)
+            self._conversation = LayerwiseConversation(self.eviction, windows, real_BT, k_BGTD, learned)
+        self._conversation.begin(real_BT)
 
     def _attend_alone(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, attention: Attention) -> Tensor:
         """Of a sliding layer, over what it still has and the new tokens."""
@@ -272,7 +267,7 @@ class InertiaCache(Cache):
         column_BS = torch.where(self._position_BS > EMPTY, column_S, EMPTY)
         query_BT, position_BXL = column_BS[:, -length:], column_BS[:, None, -held:]
         masks = (visible(position_BXL, query_BT, window),) if length == 1 else ()
-        state = ForwardState(query_BT, None, "dense", (window,), end_slot=held)
+        state = ForwardState(query_BT, None, "dense", (window,), slots_used=held)
         state = state._replace(position_BXN=position_BXL, visible_BXTN=masks)
         return attend_to(state, q_BHTD, k_BGLD, v_BGLD, window, scale, softmax, weighs=False)[0]
 
@@ -293,8 +288,7 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, *args: Any) -> None:
         pass
 
-    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError("a layer of an InertiaCache takes nothing by itself")
+    update = _refused("a layer of an InertiaCache takes nothing by itself")
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         return self._cache.get_mask_sizes(query_length)

@@ -71,7 +71,6 @@ class Sampling:
 
 def sample(
     logits_BV: Tensor,
-    *,
     temperature_B: Tensor,
     top_k_B: Tensor,
     top_p_B: Tensor,

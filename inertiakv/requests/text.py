@@ -47,13 +47,10 @@ class TextStream:
     def push(self, token: int) -> str:
         """The text that this token adds."""
         self._tail.append(token)
-        return "" if self._text(self._tail).endswith("\N{REPLACEMENT CHARACTER}") else self._emit()
+        return "" if self._text(self._tail).endswith("\N{REPLACEMENT CHARACTER}") else self.end()
 
     def end(self) -> str:
         """What was held back."""
-        return self._emit()
-
-    def _emit(self) -> str:
         before, now = self._text(self._tail[: self._shown]), self._text(self._tail)
         if len(now) > len(before):
             self._tail = self._tail[self._shown :]

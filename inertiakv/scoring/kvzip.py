@@ -15,14 +15,15 @@ of a chunk, S sinks, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attention.dense import dense_chunk, most_attention
-from ..cache.retention import EMPTY, RetentionSets
-from ..cache.slot_cache import LayerCache, SlotCache
+from ..cache.retention import EMPTY
+from ..cache.slot_cache import SlotCache
 from ..model import LanguageModel
 from .aggregation import Coefficients, updated
 from .scorers import by_set
@@ -31,23 +32,6 @@ CHUNK = 2048
 """Tokens of the prompt that are repeated at a time."""
 LEAD = 8
 """Tokens before a chunk that its repetition begins with: they say where to start."""
-
-
-class Repetition(NamedTuple):
-    """A chunk of each row's prompt, and the queries that repeat it."""
-
-    positions_BT: Tensor
-    """Of the queries, -1 for padding."""
-    slot_BC: Tensor
-    """Where the chunk's tokens are, the same in every set; `filled` for padding."""
-    first_B: Tensor
-    """Position of the chunk's first token."""
-    sinks: int
-    """First positions, in the first slots, that the softmax takes in beside the chunk."""
-    filled: int
-    """No slot from here on holds a token."""
-    even: bool
-    """All slots before it do, in every set."""
 
 
 def reconstruct(
@@ -77,6 +61,8 @@ def reconstruct(
         chunk_BC, offset_C = _padded(chunks, cache.device)
         slot_BC = (cache.retention[0].free_BX[:, 0] - length_B + start)[:, None] + offset_C
         repetition = Repetition(
+            cache,
+            coefficients,
             torch.where(token_BT >= 0, position_B[:, None] + offset_T, EMPTY),
             torch.where(chunk_BC >= 0, slot_BC, filled),
             position_B - length_B + start,
@@ -84,7 +70,7 @@ def reconstruct(
             filled,
             even,
         )
-        model(token_BT.clamp_min(0), repetition.positions_BT, RepetitionPass(cache, coefficients, repetition))
+        model(token_BT.clamp_min(0), repetition.positions_BT, repetition)
 
 
 def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -94,69 +80,75 @@ def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor
     return padded, torch.arange(longest, device=device)
 
 
-class RepetitionPass:
-    """The forward pass of a repetition, in place of `ForwardPass`."""
+@dataclass
+class Repetition:
+    """A chunk of each row's prompt, and the queries that repeat it: what a model runs its layers with, and
+    these attend through."""
 
-    def __init__(
-        self, cache: SlotCache, coefficients: dict[int, Coefficients], repetition: Repetition
-    ) -> None:
-        self.cache, self.coefficients, self.repetition = cache, coefficients, repetition
+    cache: SlotCache
+    coefficients: dict[int, Coefficients]
+    """Of the layers that score."""
+    positions_BT: Tensor
+    """Of the queries, -1 for padding."""
+    slot_BC: Tensor
+    """Where the chunk's tokens are, the same in every set; `filled` for padding."""
+    first_B: Tensor
+    """Position of the chunk's first token."""
+    sinks: int
+    """First positions, in the first slots, that the softmax takes in beside the chunk."""
+    filled: int
+    """No slot from here on holds a token."""
+    even: bool
+    """All slots before it do, in every set."""
+    layer: int = 0
+    """The one that runs."""
 
     def run_layer(self, index: int, layer: Callable[..., Tensor], x_BTE: Tensor, *args: Any) -> Tensor:
-        sets = self.cache.sets_of(index)
-        layer_pass = RepetitionLayerPass(
-            self.repetition, self.cache.layers[index], sets, self.coefficients.get(index)
-        )
-        return layer(x_BTE, *args, layer_pass)
-
-
-class RepetitionLayerPass:
-    """What one of its layers attends through; those with `coefficients` score."""
-
-    def __init__(
-        self, repetition: Repetition, kv: LayerCache, sets: RetentionSets, coefficients: Coefficients | None
-    ) -> None:
-        self.repetition, self.kv, self.sets, self.coefficients = repetition, kv, sets, coefficients
+        self.layer = index
+        return layer(x_BTE, *args, self)
 
     def attend(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int | None, scale: float
     ) -> Tensor:
         """Attend over the prompt and the queries' own tokens, [B, H, T, D], and score the chunk."""
-        r = self.repetition
-        position_BXN = self.sets.position_BXN[..., : r.filled]
-        own_BXT = r.positions_BT[:, None].expand(-1, position_BXN.shape[1], -1)
-        if self.coefficients is not None:
-            keys = self._keys(k_BGTD, own_BXT)
-            most_BGK = most_attention(q_BHTD, *keys, r.positions_BT, window, scale)
-            self._update(most_BGK[..., r.sinks : -k_BGTD.shape[2]], self.coefficients)
+        kv, sets = self.cache.layers[self.layer], self.cache.sets_of(self.layer)
+        position_BXN = sets.position_BXN[..., : self.filled]
+        own_BXT = self.positions_BT[:, None].expand(-1, position_BXN.shape[1], -1)
+        if self.layer in self.coefficients:
+            keys = self._keys(kv.k_BGND, k_BGTD, position_BXN, own_BXT)
+            most_BGK = most_attention(q_BHTD, *keys, self.positions_BT, window, scale)
+            score_BGC = most_BGK[..., self.sinks : -k_BGTD.shape[2]]
+            self._update(sets.utility_BXN[..., : self.filled], score_BGC)
         k_BGND, v_BGND = (
-            torch.cat((old[:, :, : r.filled], new), dim=2)
-            for old, new in ((self.kv.k_BGND, k_BGTD), (self.kv.v_BGND, v_BGTD))
+            torch.cat((old[:, :, : self.filled], new), dim=2)
+            for old, new in ((kv.k_BGND, k_BGTD), (kv.v_BGND, v_BGTD))
         )
-        seen = (torch.cat((position_BXN, own_BXT), dim=-1), r.positions_BT, window)
-        ends = (k_BGND.shape[2], r.filled if r.even else None)
+        seen = (torch.cat((position_BXN, own_BXT), dim=-1), self.positions_BT, window)
+        ends = (k_BGND.shape[2], self.filled if self.even else None)
         return dense_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, *ends)
 
-    def _keys(self, k_BGTD: Tensor, own_BXT: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys(
+        self, k_BGND: Tensor, k_BGTD: Tensor, position_BXN: Tensor, own_BXT: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The keys of the score's softmax (S sinks, C tokens of the chunk, T queries) and their positions,
         `EMPTY` for padding."""
-        r, position_BXN = self.repetition, self.sets.position_BXN
-        sinks_BXS = position_BXN[..., : r.sinks]
-        sinks_BXS = torch.where(sinks_BXS < r.first_B.clamp_max(r.sinks)[:, None, None], sinks_BXS, EMPTY)
-        slot_BC = r.slot_BC.clamp_max(r.filled - 1)
+        sinks_BXS = position_BXN[..., : self.sinks]
+        before_B11 = self.first_B.clamp_max(self.sinks)[:, None, None]
+        sinks_BXS = torch.where(sinks_BXS < before_B11, sinks_BXS, EMPTY)
+        slot_BC = self.slot_BC.clamp_max(self.filled - 1)
         chunk_BXC = position_BXN.gather(-1, slot_BC[:, None].expand(-1, position_BXN.shape[1], -1))
-        chunk_BXC = torch.where(r.slot_BC[:, None] < r.filled, chunk_BXC, EMPTY)
+        chunk_BXC = torch.where(self.slot_BC[:, None] < self.filled, chunk_BXC, EMPTY)
         at_BGCD = slot_BC[:, None, :, None].expand(-1, k_BGTD.shape[1], -1, k_BGTD.shape[3])
-        chunk_BGCD = self.kv.k_BGND.gather(2, at_BGCD)
-        keys = torch.cat((self.kv.k_BGND[:, :, : r.sinks], chunk_BGCD, k_BGTD), dim=2)
+        keys = torch.cat((k_BGND[:, :, : self.sinks], k_BGND.gather(2, at_BGCD), k_BGTD), dim=2)
         return keys, torch.cat((sinks_BXS, chunk_BXC, own_BXT), dim=-1)
 
-    def _update(self, score_BGC: Tensor, coefficients: Coefficients) -> None:
-        r, utility_BXN = self.repetition, self.sets.utility_BXN[..., : self.repetition.filled]
+    def _update(self, utility_BXN: Tensor, score_BGC: Tensor) -> None:
         # One slot more, for padding.
-        slot_BGC = r.slot_BC[:, None].expand_as(score_BGC)
-        score_BGN = score_BGC.new_zeros(*score_BGC.shape[:2], r.filled + 1).scatter(-1, slot_BGC, score_BGC)
-        scored_BN = torch.zeros_like(score_BGN[:, 0], dtype=torch.bool).scatter(-1, r.slot_BC, True)
+        slot_BGC = self.slot_BC[:, None].expand_as(score_BGC)
+        score_BGN = score_BGC.new_zeros(*score_BGC.shape[:2], self.filled + 1).scatter(
+            -1, slot_BGC, score_BGC
+        )
+        scored_BN = torch.zeros_like(score_BGN[:, 0], dtype=torch.bool).scatter(-1, self.slot_BC, True)
         score_BXN = by_set(score_BGN[..., :-1].to(utility_BXN.dtype), utility_BXN.shape[1])
-        scored_BXN = scored_BN[:, None, :-1]
-        utility_BXN.copy_(updated(utility_BXN, score_BXN, scored_BXN, coefficients.smoothing))
+        smoothing = self.coefficients[self.layer].smoothing
+        utility_BXN.copy_(updated(utility_BXN, score_BXN, scored_BN[:, None, :-1], smoothing))

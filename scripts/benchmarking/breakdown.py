@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from inertiakv.compiling.graphs import Graphs
 from inertiakv.decoding import forward
 from inertiakv.decoding.batch import BatchState
-from inertiakv.decoding.generation import ModelConversation
+from inertiakv.decoding.generation import Conversation
 from inertiakv.decoding.steps import decode_step
 from inertiakv.models.layers import MLP
 from inertiakv.models.moe import SparseMLP
@@ -120,19 +120,19 @@ def _first_steps_profiled() -> Iterator[list[profile]]:
     """Collect a profile of every first step that runs in here."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no line for each start and stop
     runs: list[profile] = []
-    timed = ModelConversation.timed
+    timed = Conversation.timed
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
 
     @contextlib.contextmanager
-    def profiled(conversation: ModelConversation, part: Any) -> Iterator[None]:
+    def profiled(conversation: Conversation, part: Any) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if part == "first_step":
                 runs.append(stack.enter_context(profile(activities=activities)))
             with timed(conversation, part):
                 yield
 
-    with patch.object(ModelConversation, "timed", profiled):
+    with patch.object(Conversation, "timed", profiled):
         yield runs
 
 
