@@ -188,6 +188,24 @@ class Decoder:
         with self._exclusive:
             self._prefill(prompts, max_new_tokens, progress)
             answer = self._answer(max_new_tokens, sampling, eos_token_ids, stop, read_every=1)
+        yield from self._steps(answer, single)
+
+    def stream_answer(
+        self,
+        max_new_tokens: int,
+        *,
+        sampling: Sampling = _GREEDY,
+        eos_token_ids: Sequence[int] | None = None,
+        stop: Stop | None = None,
+    ) -> Iterator[int | list[int | None]]:
+        """As `decode`, token by token: an int where the conversation has one row, else a list with None where
+        a row has ended."""
+        with self._exclusive:
+            self._check_answer(max_new_tokens, sampling, eos_token_ids)
+            answer = self._answer(max_new_tokens, sampling, eos_token_ids, stop, read_every=1)
+        return self._steps(answer, answer.conversation.stats.batch == 1)
+
+    def _steps(self, answer: GenerationLoop, single: bool) -> Iterator[int | list[int | None]]:
         steps = answer.tokens()
         while True:
             with self._exclusive:
@@ -271,11 +289,7 @@ class Decoder:
         """Answer the conversation, or go on with an answer that ended by its length. Raises as `generate`
         does."""
         with self._exclusive:
-            conversation = self._current()
-            self._runtime.buffers.check_place(self.model)
-            self._check_options(conversation.stats.batch, max_new_tokens, sampling, eos_token_ids)
-            lengths = conversation.batch.position_B.tolist()
-            check_positions(lengths, max_new_tokens, self.model.config.max_positions)
+            self._check_answer(max_new_tokens, sampling, eos_token_ids)
             return self._decode(max_new_tokens, sampling, eos_token_ids, stop)
 
     def _decode(
@@ -387,6 +401,16 @@ class Decoder:
 
     def _read_every(self, stop: Stop | None) -> int:
         return 1 if stop is not None or self.model.device.type == "cpu" else READ_EVERY
+
+    def _check_answer(
+        self, max_new_tokens: int, sampling: Sampling, eos_token_ids: Sequence[int] | None
+    ) -> None:
+        """Raise ValueError where the conversation cannot be answered so."""
+        conversation = self._current()
+        self._runtime.buffers.check_place(self.model)
+        self._check_options(conversation.stats.batch, max_new_tokens, sampling, eos_token_ids)
+        lengths = conversation.batch.position_B.tolist()
+        check_positions(lengths, max_new_tokens, self.model.config.max_positions)
 
     def _check_options(
         self, rows: int, max_new_tokens: int, sampling: Sampling, eos_token_ids: Sequence[int] | None
