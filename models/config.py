@@ -72,7 +72,7 @@ def parse_config(raw: RawConfig, generation: RawConfig | None = None) -> ModelCo
         raise ValueError(
             f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
         )
-    rope, max_positions = RopeConfig.from_dict(raw), _size(raw, "max_position_embeddings")
+    max_positions, rope = _size(raw, "max_position_embeddings"), RopeConfig.from_dict(raw)
     if rope.type == "yarn":
         # With YaRN added to a finished model the config keeps the length that the model was trained at.
         max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
