@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LOG = logging.getLogger("inertiakv.models.rope")
+log = logging.getLogger(__name__)
 
 # The keys that each RoPE type understands, in addition to those of every type.
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
@@ -63,11 +63,13 @@ class RopeConfig:
 
         def number(key: str, default: float | None = None) -> float:
             value = default if rope.get(key) is None else rope[key]
-            if not _is_number(value) or not 0 < value < math.inf:
+            if value is None or not _is_number(value) or not 0 < value < math.inf:
                 raise ValueError(f"RoPE type {kind!r} needs a positive number {key!r}, got {value!r}")
             return float(value)
 
         theta = number("rope_theta", _outer_theta(raw))
+        if theta <= 1:
+            raise ValueError(f"rope_theta must be above 1, got {theta}")
         if kind in ("default", "linear", "dynamic"):
             return cls(kind, theta, factor=1.0 if kind == "default" else number("factor"))
 
@@ -133,7 +135,7 @@ def _chosen(raw: Mapping[str, Any]) -> dict[str, Any]:
     _check_all_rotated(parameters)
     ignored = parameters.get("rope_type") or parameters.get("type") or "default"
     if ignored != "default" and {**parameters, **scaling} != {**scaling, **parameters}:
-        LOG.warning("rope_scaling is taken, not the rope_parameters of type %r beside it", ignored)
+        log.warning("rope_scaling is taken, not the rope_parameters of type %r beside it", ignored)
     return scaling
 
 
