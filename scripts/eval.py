@@ -273,7 +273,8 @@ def config(args: Arguments) -> dict[str, Any]:
     """All options, by their names."""
     groups = (args.task, args.rule, args.machine, args.output)
     options = {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
-    options["template_args"] = options["template_args"] or None  # as in runs from before there were any
+    if not options["template_args"]:
+        del options["template_args"]  # as in runs from before there were any
     return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 
 

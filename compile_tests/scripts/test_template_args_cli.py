@@ -19,6 +19,7 @@ from inertiakv.scripts import decode
 from inertiakv.scripts import eval as script
 from inertiakv.scripts.cli.prompts import parse_template_args
 
+TOLD = ("--template-args", "enable_thinking=false")
 SHORT = ("--max-new-tokens", 1, "--json")
 
 
@@ -112,7 +113,7 @@ def test_byte_order_marks(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_run_of_benchmarks(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "BENCHMARKS", BENCHMARKS)
     monkeypatch.setattr(script, "load_essays", lambda source: ESSAYS)
-    out, told = tmp_path / "out", ["--template-args", "enable_thinking=false"]
+    out, told = tmp_path / "out", TOLD
     argv = ["--tasks", "made", "--lengths", 100, "--samples", 1, "--out", out]
     wrong = cli(*argv, "--template-args", "a=1", main=script.main)
     assert "does not use 'a'" in wrong.error
@@ -133,9 +134,7 @@ def test_a_run_without_arguments_is_described_as_before(
     monkeypatch.setattr(script, "load_essays", lambda source: ESSAYS)
     argv = ["--tasks", "made", "--lengths", 100, "--samples", 1, "--out", tmp_path / "out"]
     assert cli(*argv, main=script.main).code == 0
-    file = tmp_path / "out" / "run_meta.json"
-    meta = json.loads(file.read_text())
+    meta = json.loads((tmp_path / "out" / "run_meta.json").read_text())
     assert "args" not in meta["template"]
-    del meta["config"]["template_args"]
-    file.write_text(json.dumps(meta))
-    assert cli(*argv, "--resume", main=script.main).code == 0
+    assert "template_args" not in meta["config"]
+    assert "config.template_args" in cli(*argv, *TOLD, "--resume", main=script.main).error
