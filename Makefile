@@ -19,7 +19,7 @@ OLDEST := .oldest
 OLDEST_VERSION := $(shell sed -n 's/^transformers==//p' oldest.txt)
 WITH_OLDEST := PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python
 ON_TRANSFORMERS := compile_tests/integrations \
-	$(patsubst %,compile_tests/models/test_%.py,checkpoint hub config transformer moe rope)
+	$(patsubst %,compile_tests/models/test_%.py,checkpoint hub config transformer moe rope rope_spellings two_sets template_args)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo check test test-fast test-oldest lint types format bench reproduce clean

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inertiakv.models.files import disk_error, parse_json, read_json, read_text
+
 Row = dict[str, Any]
 _PROBE_SECONDS = 5
 _SHOWN = 8
@@ -51,6 +53,8 @@ def hub_rows(repository: str, config: str | None, split: str) -> list[dict[str, 
             HfApi().dataset_info(repository, timeout=_PROBE_SECONDS)
         return list(datasets.load_dataset(repository, config, split=split))
     except Exception as error:
+        if full := disk_error(error):
+            raise full from None
         # The classes of connection errors change with the versions of the client's HTTP library.
         raise ConnectionError(
             f"{repository} cannot be had from the Hugging Face hub ({type(error).__name__}: {error})"
@@ -108,19 +112,12 @@ def load_dataset(
 def _read(file: Path) -> list[Row]:
     if file.suffix == ".parquet":
         return _read_parquet(file)
-    try:
-        text = file.read_text(encoding="utf-8")
-        rows = json.loads(text) if file.suffix == ".json" else []
-    except ValueError as error:  # of UTF-8 or of JSON
-        raise ValueError(f"{file} is not JSON: {error}") from error
+    rows: Any = read_json(file) if file.suffix == ".json" else []
     if not isinstance(rows, list):
         raise ValueError(f"{file} is not a list of rows")
-    for number, line in enumerate(text.split("\n") if file.suffix != ".json" else [], 1):
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except ValueError as error:
-            raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
-    return rows
+    for number, line in enumerate(read_text(file).split("\n") if file.suffix != ".json" else [], 1):
+        rows += [parse_json(line, f"{file}, line {number} is not JSON")] if line.strip() else []
+    return list(rows)
 
 
 def _read_parquet(file: Path) -> list[Row]:

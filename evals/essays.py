@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+from inertiakv.models.files import check_text, read_json, read_text
 
 from .data_files import hub_rows
 
@@ -68,12 +69,12 @@ def _read(path: Path) -> str:
 
 def _read_file(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text) if path.suffix == ".json" else {"text": text}
+        data = read_json(path) if path.suffix == ".json" else {"text": read_text(path)}
     except ValueError as error:  # of UTF-8 or of JSON
         raise ValueError(f"the essays {path} cannot be read: {error}") from error
     if not isinstance(data, dict) or not isinstance(data.get("text"), str):
         raise ValueError(f'the essays {path} are not of the form {{"text": "..."}}')
+    check_text(data["text"], f"the text of {path}")
     return str(data["text"])
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
+
+from inertiakv.models.files import read_json
 
 from .typed import check
 
@@ -22,6 +23,8 @@ class Model(TypedDict):
 class Template(TypedDict):
     kind: str
     sha256: str | None
+    args: NotRequired[dict[str, Any]]
+    """What the template is given beside the messages, if anything."""
 
 
 class Essays(TypedDict):
@@ -92,10 +95,7 @@ def asked_keys(meta: Mapping[str, Any]) -> set[tuple[str, str, int]]:
 def read_meta(folder: Path) -> dict[str, Any]:
     """Raises ValueError, naming the file and what is wrong in it, where it describes no run."""
     file = folder / NAME
-    try:
-        meta: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    meta: dict[str, Any] = read_json(file)
     try:
         check(meta, RunMeta)
     except ValueError as error:

@@ -18,6 +18,8 @@ Allocation = Literal["uniform", "pyramid", "adaptive", "model"]
 
 DEFAULT_COMPRESSION = 0.9
 DEFAULT_ALPHA = 0.8
+SMALLEST_BUFFER = 127
+"""Tokens that the smallest cache holds beside a new one: its slots come in blocks."""
 MAX_BUDGET = 2**31 - 1
 """More tokens than any position can number: a budget that evicts nothing."""
 
@@ -47,6 +49,9 @@ class EvictionConfig:
     """Share of the prompt's tokens to evict, in [0, 1): 0.9 keeps a tenth. 0.9 where no budget is given."""
     budget: int | None = None
     """Tokens kept in each row, whatever its prompt's length; instead of `compression`."""
+    min_budget: int = 1
+    """Tokens kept at least, where `compression` would leave fewer of a short prompt. Up to
+    `SMALLEST_BUFFER` of them cost no memory."""
     scorer: ScorerName = "attention"
     """What a token is worth. `none` scores nothing: the oldest goes."""
     scorer_file: str | None = None
@@ -169,6 +174,7 @@ class EvictionConfig:
                 "step_alpha, where layers are not weighted",
                 "alpha",
             ),
+            (self.budget is not None, f"budget={self.budget}", "min_budget"),
             (self.scorer != "random", scorer, "scorer_seed"),
             (self.pool == 1, "pool=1", "pool_by", "pool_at"),
             (self.scope != "shared", f"scope={self.scope!r}", "layers", "coupling"),
@@ -237,15 +243,15 @@ class EvictionConfig:
         return (*whole, self.new_token, self.after, self.reserve > 0, pooling)
 
     def budget_for(self, prompt_tokens: int) -> int:
-        """Tokens a row with this prompt keeps: floor((1 - compression) * prompt_tokens), at least 1; on
-        average over its retention sets, and with `protect_prompt` beside the prompt.
+        """Tokens a row with this prompt keeps: floor((1 - compression) * prompt_tokens), at least
+        `min_budget`; on average over its retention sets, and with `protect_prompt` beside the prompt.
 
         Exact in decimal: a compression of 0.9 keeps 100 of 1,000 tokens, not the 99 of binary floating point.
         Raises ValueError where what is protected alone exceeds it.
         """
         budget = self.budget if self.budget is None else min(self.budget, MAX_BUDGET)
         if budget is None:
-            budget = max(1, int((1 - Fraction(str(self.compression))) * prompt_tokens))
+            budget = max(self.min_budget, int((1 - Fraction(str(self.compression))) * prompt_tokens))
         self._check_protection(budget, f" of a prompt of {prompt_tokens} tokens")
         return min(prompt_tokens + budget, MAX_BUDGET) if self.protect_prompt else budget
 
@@ -292,7 +298,7 @@ _CHOICES = {
     if get_origin(hint) is Literal
 }
 _LEAST = {
-    **{"budget": 1, "scorer_seed": 0, "window": 0, "draft": 0, "drafts": 1},
+    **{"budget": 1, "min_budget": 1, "scorer_seed": 0, "window": 0, "draft": 0, "drafts": 1},
     **{"pool": 1, "sinks": 0, "rescue": 0},
 }
 

@@ -4,13 +4,12 @@ Names, shapes and dtypes of all tensors are checked before the first one is copi
 """
 
 import itertools
-import json
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,12 +18,14 @@ from torch import Tensor
 from inertiakv.cache.memory import peak_bytes
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 
-from .config import parse_config, parse_dtype
+from .config import ModelConfig, parse_config, parse_dtype
+from .files import read_json_object
 from .moe import Experts
 from .parallel import part
 from .quantize import check_quantize, make_room, quantize_into
 from .transformer import Transformer
 
+log = logging.getLogger(__name__)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -74,10 +75,7 @@ def load_checkpoint(
     start = time.perf_counter()
     check_quantize(quantize)
     folder = Path(folder)
-    generation = folder / "generation_config.json"
-    config = parse_config(
-        _read_json(folder / "config.json"), _read_json(generation) if generation.exists() else None
-    )
+    config = read_config(folder)
     with torch.device("meta"):
         model, whole = Transformer(config, tp), Transformer(config)
 
@@ -92,6 +90,21 @@ def load_checkpoint(
     num_bytes = _fill(dict(checkpoint_views(model)), tensors, tp)
     model.loaded = Loaded(num_bytes, time.perf_counter() - start, peak_bytes())
     return model
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """What the config.json of a folder says, and its generation_config.json, if there is one.
+
+    Raises FileNotFoundError, and ValueError, which names the file, for what is not understood.
+    """
+    file, generation = folder / "config.json", folder / "generation_config.json"
+    raw, more = read_json_object(file), read_json_object(generation) if generation.exists() else None
+    try:
+        return parse_config(raw, more)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    except (TypeError, AttributeError, KeyError, ArithmeticError) as error:  # a value of another type
+        raise ValueError(f"{file} is not understood: {type(error).__name__}: {error}") from error
 
 
 def checkpoint_views(model: Transformer) -> Iterator[tuple[str, Tensor]]:
@@ -122,21 +135,21 @@ def read_header(file: Path) -> dict[str, FileTensor]:
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
     """The safetensors files of a checkpoint, with the names of the tensors that the index takes from each.
-    Without an index there is one file, with no names: all of its tensors count.
+    A single file comes first, as in transformers, with no names: all of its tensors count.
 
     Raises FileNotFoundError for a missing file and ValueError for an index that is not understood.
     """
     index, single = folder / INDEX, folder / SINGLE
-    if not index.exists():
-        if not single.exists():
-            raise FileNotFoundError(_nothing_to_load(folder))
+    if single.exists():
         return {single: []}
-    weight_map = _read_json(index).get("weight_map")
+    if not index.exists():
+        raise FileNotFoundError(_nothing_to_load(folder))
+    weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map")
     files: dict[Path, list[str]] = {}
     for name, shard in weight_map.items():
-        if Path(shard).name != shard:
+        if not isinstance(shard, str) or Path(shard).name != shard:
             raise ValueError(f"{index} names a file outside its folder: {shard}")
         files.setdefault(folder / shard, []).append(name)
     for file in sorted(files):
@@ -148,25 +161,16 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
 def _find_tensors(folder: Path) -> dict[str, FileTensor]:
     """Every tensor of the checkpoint, file by file."""
     tensors = {}
-    for file, names in weight_files(folder).items():
+    files = weight_files(folder)
+    if (folder / INDEX).exists() and folder / SINGLE in files:
+        log.warning("%s has two sets of weights: %s is read, not what %s names", folder, SINGLE, INDEX)
+    for file, names in files.items():
         header = read_header(file)
         for name in names or header:
             if name not in header:
                 raise ValueError(f"tensor {name} is not in {file}, though {INDEX} says so")
             tensors[name] = header[name]
     return tensors
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object")
-    return content
 
 
 def _nothing_to_load(folder: Path) -> str:

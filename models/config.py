@@ -55,7 +55,7 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def parse_config(raw: RawConfig, generation: RawConfig | None = None) -> ModelConfig:
-    """Reads the content of a config.json, and of a generation_config.json, whose EOS ids take precedence.
+    """Reads the content of a config.json, and of a generation_config.json. EOS ids are those of both.
 
     Raises ValueError for whatever is missing or not understood, naming it.
     """
@@ -72,16 +72,11 @@ def parse_config(raw: RawConfig, generation: RawConfig | None = None) -> ModelCo
         raise ValueError(
             f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
         )
-    rope, max_positions = RopeConfig.from_dict(raw), _size(raw, "max_position_embeddings")
+    max_positions, rope = _size(raw, "max_position_embeddings"), RopeConfig.from_dict(raw)
     if rope.type == "yarn":
         # With YaRN added to a finished model the config keeps the length that the model was trained at.
         max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
     dtype = raw.get("dtype") or raw.get("torch_dtype")
-    eos = (generation or {}).get("eos_token_id")
-    eos = raw.get("eos_token_id") if eos is None else eos
-    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(token, int) for token in eos):
-        raise ValueError(f"eos_token_id = {eos!r}: expected a token id or a list of them")
     return ModelConfig(
         family=family.model_type,
         vocab_size=_size(raw, "vocab_size"),
@@ -100,8 +95,18 @@ def parse_config(raw: RawConfig, generation: RawConfig | None = None) -> ModelCo
         windows=family.windows(raw, num_layers),
         moe=family.moe(raw, num_layers),
         stored_dtype=None if dtype is None else parse_dtype(dtype),
-        eos_token_ids=tuple(eos),
+        eos_token_ids=unite_ids((generation or {}).get("eos_token_id"), raw.get("eos_token_id")),
     )
+
+
+def unite_ids(*given: Any) -> tuple[int, ...]:
+    """The end-of-sequence ids in all that is given, each once: an id, a list of ids, or None. A negative one
+    stands for none. Raises ValueError for what is no id."""
+    lists = [ids if isinstance(ids, list | tuple) else [] if ids is None else [ids] for ids in given]
+    for ids in lists:
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise ValueError(f"eos_token_id = {ids!r}: expected a token id or a list of them")
+    return tuple(dict.fromkeys(token for ids in lists for token in ids if token >= 0))
 
 
 def _find_family(raw: RawConfig) -> Family:

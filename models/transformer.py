@@ -54,7 +54,8 @@ class Transformer(nn.Module):
 
     source = "made in memory"
     loaded: Any = None  # a checkpoint.Loaded if it was loaded
-    apart_from_graphs = ("source", "loaded")
+    substituted = False  # other weights than those that were asked for
+    apart_from_graphs = ("source", "loaded", "substituted")
 
     def __init__(self, config: ModelConfig, tp: TensorParallel = SINGLE_PROCESS) -> None:
         super().__init__()

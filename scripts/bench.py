@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 from inertiakv.models import Transformer, load_model
+from inertiakv.models.files import read_json_object
 from inertiakv.models.hub import find_folder
 from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scripts.benchmarking import breakdown, machine, measure, report, results
@@ -143,7 +144,7 @@ def load(
         raw = shape(options.shape, options.layers)
         return random_model(raw, dtype, options.device, options.quantize, tp), raw
     folder, _ = find_folder(options.name)
-    raw = json.loads((folder / "config.json").read_text())
+    raw = read_json_object(folder / "config.json")
     model, _ = load_model(options.name, dtype=dtype, device=options.device, quantize=options.quantize, tp=tp)
     return model, raw
 

@@ -18,7 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +28,7 @@ from inertiakv import POLICIES, Decoder, EvictionConfig, Sampling, StopStrings, 
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 from inertiakv.decoding.tensor_parallel import check_rule
 from inertiakv.models import load_model
+from inertiakv.models.files import check_text, read_text
 from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scoring.learned import check_file
 from inertiakv.scripts.cli import program, prompts
@@ -55,6 +56,9 @@ class PromptOptions:
     """Several prompts, answered as one batch: {"prompt": TEXT} or {"messages": [...]} in each line."""
     system: str | None = None
     """A system message before each prompt."""
+    template_args: prompts.TemplateArgs = ()
+    """What the chat template is given beside the messages, as enable_thinking=false. Those of a line of
+    --prompts-jsonl, its "template_args", come first."""
     raw: Switch = False
     """Give the model the text as it is, without the chat template."""
 
@@ -153,6 +157,7 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
     streaming = choose_streaming(args.output, len(given))
     if "" in args.answer.stop:
         raise ValueError("--stop needs a text that is not empty")
+    check_text("".join(args.answer.stop), "--stop")
 
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
         say(f"loading {args.machine.model} ...")
@@ -167,6 +172,8 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
     about = {
         "name": args.machine.model,
         "source": str(model.source),
+        "substituted": model.substituted,
+        "eos_token_ids": list(model.config.eos_token_ids),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantize": args.machine.quantize,
         "device": str(model.device),
@@ -244,10 +251,19 @@ def read_prompts(args: PromptOptions) -> list[prompts.Prompt]:
         raise ValueError(f"one prompt source at a time, got {' and '.join(used)}")
     if args.raw and args.system is not None:
         raise ValueError("--system has no effect with --raw, which leaves out the chat template")
+    if args.raw and args.template_args:
+        raise ValueError("--template-args has no effect with --raw, which leaves out the chat template")
+    if args.system is not None:
+        check_text(args.system, "--system")
+    common = prompts.parse_template_args(args.template_args)
+    return [replace(p, template_args={**common, **p.template_args}) for p in _read_prompts(args)]
+
+
+def _read_prompts(args: PromptOptions) -> list[prompts.Prompt]:
     if args.prompts_jsonl is not None:
         return prompts.from_jsonl(args.prompts_jsonl)
     if args.prompt_file is not None:
-        return [prompts.from_text(prompts.read_text(args.prompt_file), str(args.prompt_file))]
+        return [prompts.from_text(read_text(args.prompt_file), str(args.prompt_file))]
     if args.prompt is not None:
         return [prompts.from_text(args.prompt, "--prompt")]
     return [prompts.from_stdin()]

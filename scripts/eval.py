@@ -50,7 +50,7 @@ from inertiakv.evals.run import Evaluation, count, make_groups
 from inertiakv.evals.run_meta import NAME, read_meta
 from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scripts import decode
-from inertiakv.scripts.cli import program
+from inertiakv.scripts.cli import program, prompts
 from inertiakv.scripts.cli.arguments import Option, Switch, numbers, parse
 from inertiakv.scripts.cli.console import say
 from inertiakv.scripts.cli.machine import check_device, loading
@@ -75,6 +75,8 @@ class TaskOptions:
     """Of what tasks make by chance."""
     template: Literal["chat", "none"] = "chat"
     """The tokenizer's chat template around a prompt, or the prompt as it is."""
+    template_args: prompts.TemplateArgs = ()
+    """What the chat template is given beside messages, as enable_thinking=false."""
     essays: Annotated[str | None, Option(metavar="FILE|DIR|hub", default="the project's")] = None
     """The text that needles are hidden in."""
     data: Annotated[Path | None, Option(metavar="DIR", default="from the hub")] = None
@@ -180,7 +182,8 @@ def ask(args: Arguments, asked: Asked, tp: TensorParallel, device: str) -> tuple
         most = model.config.max_positions
         if lengths and max(lengths) > most:
             raise ValueError(f"--lengths {max(lengths)} is more than the model's {most} positions")
-        prompting = Prompting(tokenizer, args.task.template)
+        template_args = prompts.parse_template_args(args.task.template_args)
+        prompting = Prompting(tokenizer, args.task.template, template_args)
         source = (args.task.seed, args.task.samples, asked.essays, args.task.data)
         with loading():
             tasks = registry.make_tasks(asked.names, registry.Setting(prompting, most, *source))
@@ -215,6 +218,8 @@ def check_tasks(args: TaskOptions, names: Sequence[str], lengths: Sequence[int])
     for option, least in (("lengths", min(lengths, default=1)), ("samples", args.samples)):
         if least is not None and least < 1:
             raise ValueError(f"--{option} must be at least 1, got {least}")
+    if prompts.parse_template_args(args.template_args) and args.template == "none":
+        raise ValueError("--template-args has no effect with --template none")
     if args.data is not None and not args.data.is_dir():
         raise ValueError(f"--data {args.data} is no folder")
 
@@ -268,6 +273,8 @@ def config(args: Arguments) -> dict[str, Any]:
     """All options, by their names."""
     groups = (args.task, args.rule, args.machine, args.output)
     options = {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
+    if not options["template_args"]:
+        del options["template_args"]  # as in runs from before there were any
     return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 
 

@@ -36,6 +36,7 @@ from inertiakv.decoding.tensor_parallel import check_rule
 from inertiakv.evals.reporting import figures
 from inertiakv.evals.reporting.table import aligned
 from inertiakv.models import ModelConfig, parallel, parse_config
+from inertiakv.models.checkpoint import read_config as read_model_config
 from inertiakv.models.config import parse_dtype
 from inertiakv.models.hub import find_config
 from inertiakv.requests.prompts import check_positions
@@ -215,10 +216,7 @@ def read_config(name: str) -> ModelConfig:
         shapes = ", ".join(SHAPES)
         raise ValueError(f"no model {name!r}: no such folder, no hub name (owner/name), none of {shapes}")
     file = find_config(name)
-    try:
-        return parse_config(json.loads(file.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    return read_model_config(file.parent)
 
 
 def compare(args: Arguments) -> None:

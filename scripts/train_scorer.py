@@ -34,12 +34,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's o
 from inertiakv.evals.reporting.table import aligned
 from inertiakv.models import Transformer, load_model
 from inertiakv.models.encoding import encode_text
+from inertiakv.models.files import read_text
 from inertiakv.scoring.learned import RANK, save_scorer, settings_path
 from inertiakv.scripts.cli import program
 from inertiakv.scripts.cli.arguments import Switch, parse
 from inertiakv.scripts.cli.console import say
 from inertiakv.scripts.cli.machine import ModelOptions, check_device, loading
-from inertiakv.scripts.cli.prompts import read_text
 from inertiakv.scripts.training import distill
 
 LEAST_LENGTH = 32

@@ -40,7 +40,7 @@ WRONG: list[tuple[Any, int, dict[str, Any], str]] = [
     (PROMPT, 5, {"sampling": DRAWN}, "2 seeds for 1 prompts"),
     ([PROMPT] * 3, 5, {"sampling": DRAWN}, "2 seeds for 3 prompts"),
     (PROMPT, 5, {"sampling": Sampling(temperature=1.0, seed=2**63)}, "seed"),
-    (PROMPT, 5, {"eos_token_ids": list(range(9))}, "9 end-of-sequence ids"),
+    (PROMPT, 5, {"eos_token_ids": list(range(65))}, "65 end-of-sequence ids"),
     ([PROMPT, [1, 2, 3]], 5, {}, "protect more tokens than the budget of 1"),
 ]
 
@@ -69,7 +69,7 @@ def test_a_wrong_request_does_no_work_and_leaves_the_conversation(
         ({"max_new_tokens": 0}, "at least 1"),
         ({"max_new_tokens": 62}, "at most 61 new tokens fit"),
         ({"max_new_tokens": 5, "sampling": DRAWN}, "2 seeds"),
-        ({"max_new_tokens": 5, "eos_token_ids": list(range(9))}, "9 end-of-sequence ids"),
+        ({"max_new_tokens": 5, "eos_token_ids": list(range(65))}, "65 end-of-sequence ids"),
     ],
 )
 def test_a_wrong_continuation_leaves_the_conversation(options: dict[str, Any], match: str) -> None:

@@ -63,8 +63,8 @@ def test_what_is_no_essay(tmp_path: Path) -> None:
         ("a.json", b"{}", "are not of the form"),
         ("a.json", b'["text"]', "are not of the form"),
         ("a.json", b'{"text": 5}', "are not of the form"),
-        ("a.json", b"", "cannot be read: Expecting value"),
-        ("a.txt", b"caf\xe9", "cannot be read: 'utf-8' codec"),
+        ("a.json", b"", "cannot be read: .*Expecting value"),
+        ("a.txt", b"caf\xe9", "cannot be read: .*is not UTF-8 text"),
     ],
 )
 def test_files_that_are_no_essays(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -277,8 +277,8 @@ def test_wrong_files_are_named(tmp_path: Path, content: str, message: str) -> No
     "name, content, message",
     [
         ("data.json", b"{}", "not a list"),
-        ("data.json", b"[1", "not JSON"),
-        ("longbench-v2.jsonl", b"\xff", "not JSON"),
+        ("data.json", b"[1", "not valid JSON"),
+        ("longbench-v2.jsonl", b"\xff", "not UTF-8 text"),
         ("longbench-v2.parquet", b"PAR1", "not a parquet file"),
     ],
 )

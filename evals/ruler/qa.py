@@ -11,6 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from inertiakv.models.files import read_json
+
 from ..data_files import find_file, hub_rows
 from ..metrics import string_match_part
 from ..task import CountTokens
@@ -128,7 +130,7 @@ def load_corpus(task: str, data: Path | None) -> Corpus:
 
 def _read(path: Path, source: Source) -> list[Row]:
     try:
-        rows = list(source.read_file(json.loads(path.read_text(encoding="utf-8"))))
+        rows = list(source.read_file(read_json(path)))
         for row in rows:
             for text in (row.text, *row.answers, *row.documents):
                 if not isinstance(text, str):

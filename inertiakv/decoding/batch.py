@@ -17,8 +17,9 @@ READ_EVERY = 32
 """Steps whose tokens are kept on the device before they must be read."""
 NO_TOKEN = -1
 """In `history_BC`: the row had ended."""
-MAX_EOS_IDS = 8
-"""End-of-sequence ids that a row can have."""
+MAX_EOS_IDS = 64
+"""End-of-sequence ids that a row can have: many more than models have, and one size, so that graphs are
+shared."""
 
 
 class BatchState(TensorState):

@@ -22,7 +22,7 @@ from .batch import BatchState
 from .generation import Conversation
 from .runtime import Runtime
 
-FORMAT = "inertiakv conversation 2"
+FORMAT = "inertiakv conversation 3"
 _PLAIN = ("overfull", "tokens", "turn_step")  # what of a conversation is written as it is
 
 
@@ -66,7 +66,7 @@ def read(runtime: Runtime, path: str | Path) -> tuple[dict[str, Any], dict[str, 
         _check_complete(runtime, state, tensors)
     except SafetensorError as error:
         raise ValueError(f"{path} is no readable safetensors file: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
     return state, tensors
 

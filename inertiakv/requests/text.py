@@ -46,7 +46,7 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that this token adds."""
-        self._tail.append(token)
+        self._tail = [*self._tail, token]  # a new list: copies of a stream go on apart
         return "" if self._text(self._tail).endswith("\N{REPLACEMENT CHARACTER}") else self.end()
 
     def end(self) -> str:

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from inertiakv.models.files import read_json
+
 NEEDED = ("machine", "versions", "command", "read_gb_per_s", "contenders")
 
 
 def read(file: Path) -> dict[str, Any]:
     """A results file. Raises ValueError if it is none."""
-    try:
-        result = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    result: Any = read_json(file)
     missing = [key for key in NEEDED if not isinstance(result, dict) or key not in result]
     if missing:
         raise ValueError(f"{file} is no results file of bench.py: it has no {', no '.join(missing)}")
@@ -31,6 +30,13 @@ def write(file: Path, result: dict[str, Any]) -> None:
 
 def merge(result: dict[str, Any], other: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """The contenders of another results file `name`, with times relative to the reference in `result`."""
+    try:
+        return _merge(result, other, name)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{name} is no results file of bench.py: {type(error).__name__}: {error}") from error
+
+
+def _merge(result: dict[str, Any], other: dict[str, Any], name: str) -> list[dict[str, Any]]:
     settings = ("dtype", "context", "batch")
     references = {
         tuple(c[key] for key in settings): c["ms_per_step"]["median"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ def run(main: Callable[[], None]) -> int:
     """Call `main` and return the exit code of the process: 2, with one line on stderr, for a user's mistake.
     Under torchrun, of processes with the same message only the first prints it."""
     try:
-        main()
+        with warnings_shown():
+            main()
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
@@ -31,6 +33,24 @@ def run(main: Callable[[], None]) -> int:
             print(f"error: {line}", file=sys.stderr, flush=True)
         return 2
     return 0
+
+
+class _Stderr(logging.Handler):
+    """Prints to what is stderr at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"{record.levelname}: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def warnings_shown() -> Iterator[None]:
+    """Print what the project warns of to stderr."""
+    handler, log = _Stderr(logging.WARNING), logging.getLogger("inertiakv")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def require(extra: str, *packages: str) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from inertiakv.models.encoding import Message, encode_chat, encode_text
+from inertiakv.models.files import check_text, parse_json, read_text
+from inertiakv.scripts.cli.arguments import Option
+
+TemplateArgs = Annotated[tuple[str, ...], Option(metavar="KEY=VALUE")]
 
 
 @dataclass(frozen=True)
@@ -17,6 +22,8 @@ class Prompt:
 
     content: str | list[Message]
     origin: str
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template is given beside the messages."""
 
     def messages(self, system: str | None) -> list[Message]:
         chat = self.content
@@ -29,12 +36,25 @@ class Prompt:
         return [{"role": "system", "content": system}, *chat]
 
 
-def read_text(path: Path) -> str:
-    """The text of a file. Raises ValueError where it is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from error
+def parse_template_args(words: Iterable[str]) -> dict[str, Any]:
+    """What KEY=VALUE words say; a value is JSON, or else a text. Raises ValueError for other words."""
+    args: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--template-args takes KEY=VALUE, got {word!r}")
+        if name in args:
+            raise ValueError(f"--template-args gives {name} twice")
+        check_text(word, "--template-args")
+        try:
+            args[name] = json.loads(text, parse_constant=_no_number)
+        except (ValueError, RecursionError):
+            args[name] = text
+    return args
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
 def from_text(text: str, origin: str) -> Prompt:
@@ -42,14 +62,8 @@ def from_text(text: str, origin: str) -> Prompt:
     text = text.removesuffix("\n")
     if not text:
         raise ValueError(f"the prompt is empty ({origin})")
-    _check_text(text, origin)
+    check_text(text, f"the prompt ({origin})")
     return Prompt(text, origin)
-
-
-def _check_text(text: str, origin: str) -> None:
-    """Raise ValueError for bytes that are no text: Python reads them as lone surrogates."""
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"the prompt is not UTF-8 text ({origin})")
 
 
 def from_stdin() -> Prompt:
@@ -57,12 +71,13 @@ def from_stdin() -> Prompt:
         raise ValueError("there is no stdin to read the prompt from")
     if sys.stdin.isatty():
         print("reading the prompt from stdin, up to its end (Ctrl-D)", file=sys.stderr)
-    return from_text(sys.stdin.read(), "stdin")
+    return from_text(sys.stdin.read().removeprefix("\ufeff"), "stdin")
 
 
 def from_jsonl(path: Path) -> list[Prompt]:
-    """One prompt a line, {"prompt": TEXT} or {"messages": [{"role": TEXT, "content": TEXT}, ...]}; blank
-    lines are skipped. Raises ValueError, with the line's number, for anything else."""
+    """One prompt a line, {"prompt": TEXT} or {"messages": [{"role": TEXT, "content": TEXT}, ...]}, which may
+    have "template_args": {...}, too; blank lines are skipped. Raises ValueError, with the line's number, for
+    anything else."""
     lines = read_text(path).split("\n")
     prompts = [_from_json(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
@@ -71,23 +86,26 @@ def from_jsonl(path: Path) -> list[Prompt]:
 
 
 def _from_json(line: str, origin: str) -> Prompt:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{origin} is not JSON: {error}") from error
-    if not isinstance(entry, dict) or len(entry) != 1 or not entry.keys() <= {"prompt", "messages"}:
+    entry = parse_json(line, f"{origin} is not JSON")
+    asked = set(entry) - {"template_args"} if isinstance(entry, dict) else set()
+    if asked not in ({"prompt"}, {"messages"}):
         keys = f"keys {', '.join(entry)}" if isinstance(entry, dict) and entry else "no such object"
         raise ValueError(f'{origin} must be {{"prompt": ...}} or {{"messages": [...]}}, and has {keys}')
+    template_args = entry.get("template_args", {})
+    if not isinstance(template_args, dict):
+        raise ValueError(f"{origin}: template_args must be an object, got {template_args!r}")
     if "prompt" in entry:
         text = entry["prompt"]
         if not isinstance(text, str) or not text:
             raise ValueError(f"{origin}: prompt must be a text that is not empty, got {text!r}")
-        _check_text(text, origin)
-        return Prompt(text, origin)
+        check_text(text, f"the prompt ({origin})")
+        return Prompt(text, origin, template_args)
     messages = entry["messages"]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise ValueError(f'{origin}: messages must be a list of {{"role": TEXT, "content": TEXT}}')
-    return Prompt(messages, origin)
+    for text in (message[key] for message in messages for key in ("role", "content")):
+        check_text(text, f"a message ({origin})")
+    return Prompt(messages, origin, template_args)
 
 
 def _is_message(message: object) -> bool:
@@ -97,7 +115,12 @@ def _is_message(message: object) -> bool:
 def encode(tokenizer: Any, prompt: Prompt, *, raw: bool, system: str | None = None) -> list[int]:
     """The token ids of a prompt, by the tokenizer's chat template unless `raw`."""
     if raw:
-        if not isinstance(prompt.content, str):
-            raise ValueError(f"{prompt.origin} has messages, which need the chat template; leave --raw out")
+        for what, there in (
+            ("messages", not isinstance(prompt.content, str)),
+            ("template_args", prompt.template_args),
+        ):
+            if there:
+                raise ValueError(f"{prompt.origin} has {what}, which need the chat template; leave --raw out")
+        assert isinstance(prompt.content, str)
         return encode_text(tokenizer, prompt.content)
-    return encode_chat(tokenizer, prompt.messages(system), prompt.origin)
+    return encode_chat(tokenizer, prompt.messages(system), prompt.origin, prompt.template_args)

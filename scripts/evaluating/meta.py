@@ -68,6 +68,7 @@ def describe(
         "template": {
             "kind": prompting.template,
             "sha256": template and hashlib.sha256(str(template).encode()).hexdigest(),
+            **({"args": prompting.args} if prompting.args else {}),
         },
         "essays": essays and {"name": essays.name, "sha256": essays.sha256},
         "data": {task.name: str(task.source) for task in tasks if hasattr(task, "source")},

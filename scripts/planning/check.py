@@ -78,7 +78,14 @@ class Measured:
 
 def measured(files: Sequence[Path]) -> list[Measured]:
     """The policies in results files whose model is a known shape. Other implementations are left out."""
-    return [row for file in files for row in _measured(results.read(file), file.name)]
+    return [row for file in files for row in _read(file)]
+
+
+def _read(file: Path) -> list[Measured]:
+    try:
+        return list(_measured(results.read(file), file.name))
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{file} is no results file of bench.py: {type(error).__name__}: {error}") from error
 
 
 def _measured(result: dict[str, Any], file: str) -> Iterator[Measured]:
