@@ -14,7 +14,7 @@ import torch
 from .cache.budgets import Budgets
 from .cache.slot_cache import SlotCache, bucket
 from .compiling.graphs import Graphs
-from .config import EvictionConfig
+from .config import SMALLEST_BUFFER, EvictionConfig
 from .decoding import saving
 from .decoding.batch import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, BatchState
 from .decoding.decoding_rule import DecodingRule
@@ -29,6 +29,8 @@ from .requests.results import Generation, Stats
 from .requests.sampling import Sampling
 
 log = logging.getLogger(__name__)
+FEW_TOKENS = 32
+"""Fewer than these leave no model enough of a prompt to answer it."""
 _GREEDY = Sampling()
 
 
@@ -89,6 +91,7 @@ class Decoder:
                 record=record,
                 check_ranks=check_ranks,
             )
+        self._warned = False  # of a small budget
         self._conversation: Conversation | None = None
         self._latest: GenerationLoop | None = None  # the answer that has not been finished
 
@@ -228,7 +231,9 @@ class Decoder:
     def _prefill(self, prompts: Prompts, max_new_tokens: int, progress: Progress | None) -> None:
         rows, budgets = self._check_request(prompts, max_new_tokens)
         with self._whole():
-            self._begin(budgets, max_new_tokens).read_prompts(rows, max_new_tokens, progress)
+            conversation = self._begin(budgets, max_new_tokens)
+            conversation.read_prompts(rows, max_new_tokens, progress)
+            conversation.complete_stats()
 
     def take_prompt(self, source: Decoder, *, max_new_tokens: int = 0) -> None:
         """Start a conversation with the prompts that another decoder of the same model has prefilled, by
@@ -246,7 +251,9 @@ class Decoder:
                 raise ValueError("only a prompt of which nothing was evicted or answered can be taken over")
             budgets = self._check_lengths(lengths, max_new_tokens)
             with self._whole():
-                self._begin(budgets, max_new_tokens).copy_prompts(theirs, max_new_tokens)
+                conversation = self._begin(budgets, max_new_tokens)
+                conversation.copy_prompts(theirs, max_new_tokens)
+                conversation.complete_stats()
 
     def extend(self, turns: Prompts, *, max_new_tokens: int = 0, progress: Progress | None = None) -> None:
         """Add a turn to each row of the conversation, for `decode` to answer. `max_new_tokens` sizes the
@@ -277,6 +284,7 @@ class Decoder:
         self._latest = None
         with self._whole():
             conversation.read_turn(rows, max_new_tokens, progress)
+            conversation.complete_stats()
 
     def decode(
         self,
@@ -348,6 +356,7 @@ class Decoder:
     def _check_lengths(self, lengths: list[int], max_new_tokens: int) -> Budgets:
         buffers, config = self._runtime.buffers, self.model.config
         budgets = Budgets(self.eviction, lengths, config.num_layers)
+        self._warn_of_small_shares(budgets)
         drafted = self._runtime.drafted if budgets.overfull else 0
         # A draft follows the answer's first token.
         check_positions(lengths, max_new_tokens, config.max_positions, drafted + 1 if drafted else 0)
@@ -356,6 +365,22 @@ class Decoder:
         slots, chunk = self._slots(budgets, max_new_tokens), min(max(lengths), self._runtime.prefill.chunk)
         buffers.require(len(lengths), prompt_slots, slots, chunk)
         return budgets
+
+    def _warn_of_small_shares(self, budgets: Budgets) -> None:
+        """Say once where a share of a short prompt is next to nothing."""
+        if self._warned or self.eviction is None or self.eviction.budget is not None:
+            return
+        kept, length = min(zip(budgets.rows, budgets.lengths, strict=True))
+        if kept < min(FEW_TOKENS, length):
+            self._warned = True
+            log.warning(
+                "compression=%s keeps %d of a prompt of %d tokens, too few to answer from: give budget, or "
+                "min_budget=%d, which costs no memory",
+                self.eviction.compression,
+                kept,
+                length,
+                SMALLEST_BUFFER,
+            )
 
     def _slots(self, budgets: Budgets, max_new_tokens: int) -> int:
         drafted = self._runtime.drafted if budgets.overfull else 0
@@ -416,6 +441,8 @@ class Decoder:
         self, rows: int, max_new_tokens: int, sampling: Sampling, eos_token_ids: Sequence[int] | None
     ) -> Sequence[int]:
         """Raise ValueError for options that cannot be; the ids that end a row."""
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling is a Sampling(temperature=..., ...), got {sampling!r}")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         sampling.seeds(rows)

@@ -117,7 +117,10 @@ def _find_family(raw: RawConfig) -> Family:
             return family
     known = ", ".join(f"{family.architecture} ({family.model_type})" for family in FAMILIES)
     named = f"{', '.join(architectures) or 'none named'} (model_type {model_type!r})"
-    raise ValueError(f"architecture {named} is not supported; supported: {known}")
+    raise ValueError(
+        f"architecture {named} is not supported; supported: {known}. A model of transformers can still evict: "
+        "see inertiakv.integrations.transformers.InertiaCache"
+    )
 
 
 def _size(raw: RawConfig, key: str, default: int | None = None) -> int:

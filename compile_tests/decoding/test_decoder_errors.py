@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from compile_tests.integrations.hf import pair
 from compile_tests.tiny import (
     Spy,
     assert_same_state,
@@ -41,6 +42,10 @@ WRONG: list[tuple[Any, int, dict[str, Any], str]] = [
     ([PROMPT] * 3, 5, {"sampling": DRAWN}, "2 seeds for 3 prompts"),
     (PROMPT, 5, {"sampling": Sampling(temperature=1.0, seed=2**63)}, "seed"),
     (PROMPT, 5, {"eos_token_ids": list(range(65))}, "65 end-of-sequence ids"),
+    ("Why?", 5, {}, r"got text: give tokenizer\(text\).input_ids"),
+    (["Why?", "How?"], 5, {}, "got text"),
+    ({"input_ids": PROMPT}, 5, {}, "got a dict: give its input_ids"),
+    (PROMPT, 5, {"sampling": {"temperature": 1.0}}, r"sampling is a Sampling\(temperature"),
     ([PROMPT, [1, 2, 3]], 5, {}, "protect more tokens than the budget of 1"),
 ]
 
@@ -171,6 +176,25 @@ def test_a_model_that_was_moved_is_refused() -> None:
     for call in (lambda: decoder.decode(3), lambda: decoder.prefill(PROMPT), lambda: decoder.extend([1])):
         with pytest.raises(ValueError, match="make a new Decoder"):
             call()
+
+
+def test_models_that_are_none_of_ours() -> None:
+    for model, match in (
+        (pair("llama")[0], "LlamaForCausalLM is a model of transformers: .* or give .*InertiaCache"),
+        (torch.nn.Linear(2, 2), "Linear is no language model for a Decoder: it has no config"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            Decoder(model, RULE)  # type: ignore[arg-type]
+
+
+def test_a_share_that_is_next_to_nothing_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    decoder = decoder_for(MODEL, EvictionConfig(compression=0.9))
+    for _ in range(2):
+        decoder.generate(random_prompt(36), 2)
+    decoder.use(EvictionConfig(compression=0.9, min_budget=127))
+    assert decoder.generate(random_prompt(36), 2).stats.kept_tokens == [37]
+    (said,) = [record.message for record in caplog.records if record.name == "inertiakv.decoder"]
+    assert "keeps 3 of a prompt of 36 tokens" in said
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])

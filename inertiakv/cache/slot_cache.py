@@ -155,6 +155,11 @@ class SlotCache(nn.Module):
         return torch.stack([sets.count_BX.double().mean(-1) for sets in self.retention]).mean(0)
 
     @property
+    def kept_tokens(self) -> list[float]:
+        """`mean_B`, with whole numbers as such."""
+        return [int(n) if n.is_integer() else n for n in self.mean_B.tolist()]
+
+    @property
     def overfull_B(self) -> Tensor:
         """Whether a row has a set that holds more than its budget."""
         over = [(sets.count_BX > sets.budget_BX).any(-1) for sets in self.retention]

@@ -280,7 +280,7 @@ class Conversation:
         """Fill in what is known at the end of an answer."""
         cache, stats, runtime = self.cache, self.stats, self.runtime
         stats.sequence_tokens = self.batch.position_B.tolist()
-        stats.kept_tokens = [int(n) if n.is_integer() else n for n in cache.mean_B.tolist()]
+        stats.kept_tokens = cache.kept_tokens
         stats.cache_bytes = cache.allocated_bytes
         full = runtime.buffers.shape(stats.batch, bucket(max(stats.sequence_tokens) + 1))
         stats.full_cache_bytes = full.nbytes(cache.dtype)

@@ -24,6 +24,7 @@ from .prefill import Prefill
 from .tensor_parallel import check_rule
 
 log = logging.getLogger(__name__)
+_PARTS = ("config", "device", "dtype", "head")
 MAX_RULES = 32
 """Rules with graphs of their own that are kept: those used last."""
 
@@ -55,6 +56,7 @@ class Runtime:
             raise ValueError(f"record must be a whole number of steps, got {record!r}")
         if repeat_prefix:
             to_rows(list(repeat_prefix), model.config.vocab_size, what="repeat_prefix")
+        _check_model(model)
         compile = _can_compile(compile, model.device)
         if compile and isinstance(model, torch.nn.Module):
             check_ties(model)
@@ -127,6 +129,18 @@ class Runtime:
             raise ValueError("record needs a rule that scores, for one set of all layers (scope='shared')")
         if eviction.draft:
             raise ValueError(f"record takes the steps of an answer, and not those of draft={eviction.draft}")
+
+
+def _check_model(model: object) -> None:
+    """Raise ValueError for what is no `LanguageModel`."""
+    name, missing = type(model).__name__, [part for part in _PARTS if not hasattr(model, part)]
+    if hasattr(model, "generate") and hasattr(model, "get_input_embeddings"):
+        raise ValueError(
+            f"{name} is a model of transformers: load it with inertiakv.models.load_model, or give "
+            "inertiakv.integrations.transformers.InertiaCache to its generate"
+        )
+    if missing:
+        raise ValueError(f"{name} is no language model for a Decoder: it has no {', '.join(missing)}")
 
 
 def _can_compile(asked: bool | None, device: torch.device) -> bool:

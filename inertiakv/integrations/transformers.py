@@ -95,7 +95,7 @@ class InertiaCache(Cache):
     @property
     def kept_tokens(self) -> list[float]:
         """Tokens that each row holds, in the mean over its retention sets."""
-        return [] if self.slots is None else self.slots.mean_B.tolist()
+        return [] if self.slots is None else self.slots.kept_tokens
 
     @property
     def allocated_bytes(self) -> int:

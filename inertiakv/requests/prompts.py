@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Number
 
 from torch import Tensor
@@ -14,6 +14,8 @@ def is_single(prompts: Prompts) -> bool:
     """Whether this is one prompt, a flat sequence of token ids, and not a batch."""
     if isinstance(prompts, Tensor):
         return prompts.dim() == 1
+    if isinstance(prompts, (str, Mapping)):  # neither, which `to_rows` says
+        return False
     return len(prompts) > 0 and isinstance(prompts[0], Number)
 
 
@@ -24,6 +26,12 @@ def count_rows(prompts: Prompts) -> int:
 def to_rows(prompts: Prompts, vocab_size: int, what: str = "prompt") -> list[list[int]]:
     """Prompts as one list of token ids a row. Raises ValueError for one that is empty or has an unknown
     id."""
+    if isinstance(prompts, Mapping):  # what a tokenizer returns
+        raise ValueError(
+            f"a {what} is a list of token ids, got a {type(prompts).__name__}: give its input_ids"
+        )
+    if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError(f"a {what} is a list of token ids, got text: give tokenizer(text).input_ids")
     batch = [prompts] if is_single(prompts) else prompts
     rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in batch]  # type: ignore[arg-type]
     if not rows:
