@@ -118,7 +118,7 @@ def _find_family(raw: RawConfig) -> Family:
     known = ", ".join(f"{family.architecture} ({family.model_type})" for family in FAMILIES)
     named = f"{', '.join(architectures) or 'none named'} (model_type {model_type!r})"
     raise ValueError(
-        f"architecture {named} is not supported; supported: {known}. A model of transformers can still evict: "
+        f"architecture {named} is not supported; supported: {known}. A model of transformers can evict, too: "
         "see inertiakv.integrations.transformers.InertiaCache"
     )
 
