@@ -269,7 +269,7 @@ def cli(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ("--steps 1", "--steps must be at least 2, got 1"),
+        ("--steps 1", "argument --steps: must be at least 2, got 1"),
         ("--show --json", "--show has no effect with --json, which prints one object"),
         ("--policies none", "no rule to trace"),
         ("--policies none --couplings layer --show", "--show shows what policies keep"),
@@ -278,7 +278,7 @@ def cli(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
         ("--policies inertiakv,tova", "'tova' cannot be traced: only rules that score, for one"),
         ("--policies streaming_llm", "'streaming_llm' cannot be traced"),
         ("--couplings nonsense", "unknown coupling 'nonsense'"),
-        ("--step-alphas x", "--step-alphas takes numbers joined by commas, got 'x'"),
+        ("--step-alphas x", "argument --step-alphas: expected X,..., got 'x'"),
         ("--step-alphas 1", "step_alpha must be a number in [0, 1), got 1.0"),
         ("--scorers learned", "give --scorer-file"),
         ("--scorers learned --scorer-file x.safetensors", "no learned scorer at x.safetensors"),

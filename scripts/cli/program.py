@@ -33,6 +33,11 @@ def run(main: Callable[[], None]) -> int:
     return 0
 
 
+def say(text: str) -> None:
+    """Print a line of progress to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def require(extra: str, *packages: str) -> None:
     """Raise ValueError for packages of an extra that are not installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]

@@ -13,7 +13,7 @@ import torch
 from inertiakv.evals.records import Record, RecordFile, read_records
 from inertiakv.evals.run import Evaluation, Group
 from inertiakv.models.parallel import check_groups, place
-from inertiakv.scripts.cli.console import say
+from inertiakv.scripts.cli.program import say
 
 from . import meta
 from .progress import RecordBar, note

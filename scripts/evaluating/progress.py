@@ -12,7 +12,7 @@ from tqdm import tqdm
 from inertiakv.evals.records import Mean
 from inertiakv.evals.reporting.table import aligned
 from inertiakv.evals.rules import label
-from inertiakv.scripts.cli.console import say
+from inertiakv.scripts.cli.program import say
 
 EVERY = 30
 """Seconds between two lines, where there is no terminal for a bar."""

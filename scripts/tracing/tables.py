@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from inertiakv.evals.reporting.table import Table
@@ -51,7 +50,7 @@ def tables(mean: dict[str, Any]) -> list[Table]:
     return [*made, _layers(mean["layers"])]
 
 
-def page(report: dict[str, Any], made: Sequence[Table]) -> str:
+def page(report: dict[str, Any]) -> str:
     """The tables as Markdown, and what they are of."""
     model, prompts = report["model"], report["prompts"]
     sizes = [f"{p['tokens']:,} tokens, B = {p['budget']:,}, {p['steps']:,} steps" for p in prompts]
@@ -60,7 +59,11 @@ def page(report: dict[str, Any], made: Sequence[Table]) -> str:
         f"* {model['name']} ({model['source']}), {model['dtype']}",
         f"* {'prompt' if len(sizes) == 1 else 'prompts'} of {'; '.join(sizes)}",
     ]
-    parts = ["# Eviction rules compared", "\n".join(facts), *(table.markdown() for table in made)]
+    parts = [
+        "# Eviction rules compared",
+        "\n".join(facts),
+        *(table.markdown() for table in tables(report["mean"])),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
