@@ -55,7 +55,7 @@ from inertiakv.scripts.cli.machine import check_device, loading
 from inertiakv.scripts.cli.program import say
 from inertiakv.scripts.evaluating import meta
 from inertiakv.scripts.evaluating.process import Process, run
-from inertiakv.scripts.evaluating.progress import RecordBar, note, summary
+from inertiakv.scripts.evaluating.progress import note, summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,6 @@ def ask(args: Arguments, asked: Asked, tp: TensorParallel) -> tuple[list[Record]
         with loading():
             tasks = registry.make_tasks(names, setting)
         groups = make_groups(tasks, args.lengths, args.samples)
-        bar = RecordBar(str(process))
         evaluation = Evaluation(
             model,
             prompting,
@@ -179,14 +178,13 @@ def ask(args: Arguments, asked: Asked, tp: TensorParallel) -> tuple[list[Record]
             compile=args.compile,
             attention=args.attention,
             on_compile=lambda what: note(f"compiling the {what} ..."),
-            on_draft=bar.draft,
         )
         about = {
             **meta.describe(args.command, config(args), evaluation, rules, groups, essays),
             "model": decode.describe(args, model),
             "ranks": process.ranks * process.size,
         }
-        records = run(evaluation, groups, args.out, process, about, bar, resume=args.resume)
+        records = run(evaluation, groups, args.out, process, about, resume=args.resume)
     return records, count(groups, rules)
 
 

@@ -92,7 +92,7 @@ class OutputOptions:
     out: Annotated[Path | None, Option(metavar="DIR")] = None
     """A folder for trace.json, tables.md, text.html and, where matplotlib is installed, plots."""
     show: Switch = False
-    """Print the text as each policy keeps it, too; in colours on a terminal, unless NO_COLOR is set."""
+    """Print the text as each policy keeps it, too."""
     json: Switch = False
     """Print what trace.json says, and nothing else, to stdout."""
 
@@ -139,7 +139,7 @@ def trace(args: Arguments) -> None:
         return
     print("\n\n".join(table.text() for table in tables.tables(report["mean"])))
     for shown in texts if args.show else ():
-        print("\n" + text.terminal(shown, text.in_colour(sys.stdout)))
+        print("\n" + text.terminal(shown))
 
 
 def read_rules(args: RuleOptions) -> Rules:
@@ -197,7 +197,7 @@ def trace_prompt(
 def write(
     folder: Path, report: dict[str, Any], texts: Sequence[TracedText], evicting: dict[str, Run]
 ) -> None:
-    """Everything into a folder. Pictures are of the first prompt, but for the means of Jaccard."""
+    """Everything into a folder. Pictures are of the first prompt."""
     results.write(folder / "trace.json", analysis.plain(report))
     (folder / "tables.md").write_text(tables.page(report), encoding="utf-8")
     if texts:
@@ -208,8 +208,6 @@ def write(
     plots.churn(folder / "churn.png", report["prompts"][0]["churn"])
     if evicting:
         plots.retention(folder / "retention.png", evicting)
-    if len(report["mean"]["spectrum"]) > 1:
-        plots.matrix(folder / "jaccard.png", report["mean"]["jaccard"]["layers"])
 
 
 if __name__ == "__main__":
