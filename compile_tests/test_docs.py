@@ -46,11 +46,11 @@ def read(arguments: type, argv: list[str]) -> Any:
 
 # Commands that take too long to run here, and what tells whether their arguments make sense.
 UNDERSTOOD: dict[str, Callable[[list[str]], Any]] = {
-    "trace": lambda argv: trace.read_rules(read(trace.Arguments, argv).rules),
+    "trace": lambda argv: trace.read_rules(read(trace.Arguments, argv)),
     "train-scorer": lambda argv: train_scorer.check(read(train_scorer.Arguments, argv)),
-    "eval": lambda argv: choose_rules(read(evaluation.Arguments, argv).rule.policies.split(","), [], []),
+    "eval": lambda argv: choose_rules(read(evaluation.Arguments, argv).policies, [], []),
     "report": lambda argv: read(reporting.Arguments, argv),
-    "plan": lambda argv: plan.make(read(plan.Arguments, argv)).as_json(),
+    "plan": lambda argv: plan.make(read(plan.Arguments, argv)),
     "bench": lambda argv: parse_bench(argv, ""),
 }
 
@@ -238,7 +238,7 @@ def test_the_demo_is_what_make_runs() -> None:
     files, command = recipe[1].replace("\\\n", " ").split("|")
     assert all((ROOT / file).is_file() for file in files.split()[1:])
     args = read(decode.Arguments, command.replace("$(DEMO_ARGS)", "").split()[2:])
-    assert [name for name, _ in decode.choose_policies(args.policy)] == ["lazy4", "full"]
+    assert [name for name, _ in decode.choose_policies(args)] == ["lazy4", "full"]
 
 
 # --- tables that are made of code

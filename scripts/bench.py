@@ -54,22 +54,21 @@ from inertiakv.scripts.benchmarking.ours import Ours, refresh_period
 from inertiakv.scripts.benchmarking.rivals import rival
 from inertiakv.scripts.benchmarking.shapes import random_model, shape, without_position_limit
 from inertiakv.scripts.cli import program
+from inertiakv.scripts.cli.program import say
 
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+Entries = list[dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program.run(lambda: run(parse(sys.argv[1:] if argv is None else argv, __doc__)))
+    return program.run(lambda: run(parse(argv, __doc__)))
 
 
 def run(options: Options) -> None:
     """Measure, write and print; with several processes rank 0 alone prints and writes.
 
     The file is written after every setting, so that an interrupted run leaves what it has measured."""
-    with init_tensor_parallel(str(options.device)) as (tp, device), program.silence(tp.rank > 0):
-        options = replace(options, device=device, out=options.out if tp.rank == 0 else None)
+    with init_tensor_parallel(str(options.on)) as (tp, device), program.silence(tp.rank > 0):
+        options = replace(options, device=str(device), out=options.out if tp.rank == 0 else None)
         others = [(results.read(file), file.name) for file in options.merge]
         result: dict[str, Any] = {}
         with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
@@ -79,15 +78,15 @@ def run(options: Options) -> None:
                 if options.out:
                     results.write(options.out, result)
         if options.out and options.profile:
-            report.draw(result["contenders"], options.out.with_suffix(".png"), say)
+            report.draw(result["contenders"], options.out.with_suffix(".png"))
         print(json.dumps(result) if options.json else report.text(result))
 
 
 def settings(options: Options, tp: TensorParallel) -> Iterator[dict[str, Any]]:
     """The results so far as a JSON object, after every setting in which something could be measured."""
     compiled = compile_times(options) if options.compile_times else None
-    contenders: list[dict[str, Any]] = []
-    skipped: list[dict[str, Any]] = []
+    contenders: Entries = []
+    skipped: Entries = []
     for dtype in options.dtypes:
         model, raw = load(options, dtype, tp)
         about = {
@@ -98,7 +97,7 @@ def settings(options: Options, tp: TensorParallel) -> Iterator[dict[str, Any]]:
             "ranks": tp.size,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
-        for context, batch in itertools.product(options.contexts, options.batches):
+        for context, batch in itertools.product(options.context, options.batch):
             measured, left_out = run_case(new_case(options, model, raw, context, batch), options)
             contenders, skipped = contenders + measured, skipped + left_out
             release(options)
@@ -107,7 +106,7 @@ def settings(options: Options, tp: TensorParallel) -> Iterator[dict[str, Any]]:
             read = statistics.median(contender["read_gb_per_s"] for contender in contenders)
             measured_by = f"the fastest of float32 {', '.join(machine.READS)}"
             yield {
-                "machine": machine.describe(options.device),
+                "machine": machine.describe(options.on),
                 "versions": machine.versions(),
                 "command": options.command,
                 "model": about,
@@ -116,7 +115,6 @@ def settings(options: Options, tp: TensorParallel) -> Iterator[dict[str, Any]]:
                 "compile_seconds": compiled,
                 "reference": options.reference,
                 "contenders": [*contenders],
-                "scaling": measure.scaling(contenders, 1e9 * read),
                 "skipped": skipped,
             }
         del model
@@ -127,10 +125,10 @@ def settings(options: Options, tp: TensorParallel) -> Iterator[dict[str, Any]]:
 
 def release(options: Options) -> None:
     """Free what a setting has used: caches, and graphs, which refer to the model."""
-    if options.compiled:
+    if options.compile:
         torch.compiler.reset()
     gc.collect()
-    if options.device.type == "cuda":
+    if options.on.type == "cuda":
         torch.cuda.empty_cache()
 
 
@@ -142,38 +140,39 @@ def load(
     if options.shape is not None:
         assert isinstance(dtype, torch.dtype)
         raw = shape(options.shape, options.layers)
-        return random_model(raw, dtype, options.device, options.quantize, tp), raw
+        return random_model(raw, dtype, options.on, options.quantize, tp), raw
     folder, _ = find_folder(options.name)
     raw = read_json_object(folder / "config.json")
-    model, _ = load_model(options.name, dtype=dtype, device=options.device, quantize=options.quantize, tp=tp)
+    model, _ = load_model(options.name, dtype=dtype, device=options.on, quantize=options.quantize, tp=tp)
     return model, raw
 
 
 def new_case(options: Options, model: Transformer, raw: dict[str, Any], context: int, batch: int) -> Case:
     # One turn more than is measured, and two tokens more per turn: `generate` begins with one of its own.
-    new_tokens = measure.warm_up_steps(options.period) + (options.blocks + 1) * (options.steps + 2)
+    new_tokens = measure.warm_up_steps(options.period) + (options.blocks + 1) * (options.block + 2)
     if options.profile:
         new_tokens += breakdown.steps_needed(options.period)
     without_position_limit(model, context + new_tokens)
-    same = {key: getattr(options, key) for key in ("kept", "skip_prefill", "compiled", "attention")}
+    same = {name: getattr(options, name) for name in ("kept", "skip_prefill", "compile", "attention")}
     return Case(model, raw, context, batch, new_tokens, **same)
 
 
-def run_case(case: Case, options: Options) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def run_case(case: Case, options: Options) -> tuple[Entries, Entries]:
     """One setting: the entries of all contenders, and of those that could not be measured."""
     dtype = str(case.model.dtype).removeprefix("torch.")
     setting = {"dtype": dtype, "batch": case.batch, "context": case.context}
     say(f"--- {dtype}, {case.context:,} tokens of context, batch {case.batch}")
     contenders: list[Contender] = []
-    skipped: list[dict[str, Any]] = []
+    skipped: Entries = []
     # Rivals come first: once transformers is used, what it registers with the compiler makes earlier graphs
     # stale. Each is made when its turn comes, since its cache is large.
-    for names in (options.against, list(options.policies)):
+    for names in (options.rivals, options.policies):
         own = case
         for name in names:
             try:
-                contender = make_contender(name, own, options)
-                measure.begin(contender, say)
+                ours = name in options.policies
+                contender = Ours(name, own, options.rules[name]) if ours else rival(name, own)
+                measure.begin(contender)
             except Exception as error:  # the others are still worth measuring
                 if case.model.tp.size > 1 and not isinstance(error, (ValueError, MemoryError)):
                     raise  # other ranks may not have failed, and would wait
@@ -186,30 +185,15 @@ def run_case(case: Case, options: Options) -> tuple[list[dict[str, Any]], list[d
     if not contenders:
         return [], skipped
     given = options.read_gb_per_s
-    read = (lambda: machine.measure_read(options.device)) if given is None else (lambda: 1e9 * given)
-    speed = measure.run_rounds(contenders, options.blocks, options.steps, read, say)
+    read = (lambda: machine.measure_read(options.on)) if given is None else (lambda: 1e9 * given)
+    speed = measure.run_rounds(contenders, options.blocks, options.block, read)
     reference = next((c for c in contenders if c.name == options.reference), None)
     entries = {contender: measure.entry(contender, setting, reference, speed) for contender in contenders}
-    if options.profile:
-        profile(entries)
+    scoring = [contender for contender in contenders if isinstance(contender, Ours)]
+    if options.profile and scoring:
+        most = max(scoring, key=lambda contender: (contender.eviction is not None, contender.refresh_share))
+        entries[most]["profile"] = breakdown.of_step(most)
     return list(entries.values()), skipped
-
-
-def make_contender(name: str, case: Case, options: Options) -> Contender:
-    return Ours(name, case, options.policies[name]) if name in options.policies else rival(name, case)
-
-
-def profile(entries: dict[Contender, dict[str, Any]]) -> None:
-    """Add profiles of a step and of the first step to the entry of the policy that scores most often."""
-    ours = [contender for contender in entries if isinstance(contender, Ours)]
-    if not ours:
-        return
-    contender = max(ours, key=lambda contender: (contender.eviction is not None, contender.refresh_share))
-    chosen = entries[contender]
-    chosen["profile"] = breakdown.of_step(contender, say)
-    if chosen["first_step_ms"] is not None:
-        say(f"{contender.name}: parts of the first step ...")
-        chosen["first_step_profile"] = breakdown.of_first_step(contender)
 
 
 def compile_times(options: Options) -> dict[str, float]:
@@ -217,11 +201,11 @@ def compile_times(options: Options) -> dict[str, float]:
 
     Of the policy with the longest period, which has both kinds of steps, in the first setting. Each is
     measured in a new process."""
-    name = max(options.policies, key=lambda name: refresh_period(options.policies[name]))
+    name = max(options.policies, key=lambda name: refresh_period(options.rules[name]))
     say(f"compiling {name}, cold and warm ...")
-    first = {key: getattr(options, key)[:1] for key in ("contexts", "batches", "dtypes")}
-    alone = replace(options, **first, policies={name: options.policies[name]}, against=[], reference=name)
-    alone = replace(alone, skip_prefill=True, blocks=2, read_gb_per_s=1.0, compile_times=False, profile=False)
+    first = {key: getattr(options, key)[:1] for key in ("context", "batch", "dtype")}
+    alone = replace(options, **first, policies=[name], against=[], skip_prefill=True)
+    alone = replace(alone, blocks=2, read_gb_per_s=1.0, compile_times=False, profile=False)
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
         os.environ.pop("TRITON_CACHE_DIR", None)
         return {which: round(in_new_process(alone), 2) for which in ("cold", "warm")}

@@ -36,8 +36,7 @@ writes. Change neither by hand.
 * **of the limit**: the least time that reading takes (weights once, kept K and V once, at the bandwidth that
   was measured between the contenders' turns) as a part of the time taken; 1.00 cannot be beaten.
 * **a step of, the first step of**: profiles, measured after the table above them, so that their parts do not
-  add up to its times. *Alone* is what reading, and on a CPU arithmetic in float32, take at the speeds that
-  the library had just then.
+  add up to its times.
 * **of batch 1**: token/s as a multiple of those of the same contender at batch 1.
 * **kept**: tokens in the cache, of all rows together; **cache MB**: K and V as allocated.
 * **first token**: prefill included, and **peak MB** how far memory rose meanwhile. Prefill is the same for
@@ -76,13 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write(folder: Path) -> None:
-    """Write the page, unless something is wrong with a results file."""
     page = make_page(folder)
     (folder / "README.md").write_text(page, encoding="utf-8")
 
 
 def make_page(folder: Path) -> str:
-    """The page. Raises ValueError without results, or for a file that is none."""
+    """Raises ValueError without results, or for a file that is none."""
     files = sorted(folder.glob("*.json"))
     if not files:
         raise ValueError(f"no results files in {folder}")
@@ -92,20 +90,15 @@ def make_page(folder: Path) -> str:
 
 def section(name: str, result: dict[str, Any]) -> str:
     """One results file."""
+    about, *compiling = report.about(result)
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-    lines = [f"## {name}", "", f"* {report.machine(result)}; {report.reading(result)}", f"* {versions}"]
-    if result.get("compile_seconds"):
-        lines.append(f"* {report.compiling(result)}")
-    lines += [f"* `{result['command']}`", ""]
+    facts = [about, versions, *compiling, f"`{result['command']}`"]
+    lines = [f"## {name}", "", *(f"* {fact}" for fact in facts), ""]
     for title, rows in report.cases(result):
         lines += [f"**{title}**", "", markdown_table(report.table_lines(rows)), ""]
-    for contender in result["contenders"]:
-        for title, profile in report.profiles(contender):
-            ms = {part.replace("_", " "): f"{value:.2f}" for part, value in profile["ms"].items()}
-            lines += [f"{title}, in ms ({profile['method']}):", ""]
-            lines += [markdown_table(report.table_lines([ms])), ""]
-            lines += [f"{line}\n" for line in report.at_least(profile)]
-    lines += [f"* {report.scaling_line(line)}" for line in result.get("scaling", ())]
+    for title, profile in report.profiles(result):
+        ms = {part.replace("_", " "): f"{value:.2f}" for part, value in profile["ms"].items()}
+        lines += [f"{title}, in ms ({profile['method']}):", "", markdown_table(report.table_lines([ms])), ""]
     lines += [f"* Left out: {report.skipped_line(skipped)}" for skipped in result.get("skipped", ())]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -33,8 +33,9 @@ from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scoring.learned import check_file
 from inertiakv.scripts.cli import program, prompts
 from inertiakv.scripts.cli.arguments import FieldsOf, Option, Switch, parse
-from inertiakv.scripts.cli.console import Detokenizer, PrefillBar, StreamPrinter, say
+from inertiakv.scripts.cli.console import Detokenizer, PrefillBar, StreamPrinter
 from inertiakv.scripts.cli.machine import ModelOptions, check_device, loading
+from inertiakv.scripts.cli.program import say
 from inertiakv.scripts.cli.report import Run, agreement, summary
 
 DEFAULT_NEW_TOKENS = 256
@@ -42,7 +43,7 @@ BOTH_POLICIES = ("compression", "budget", "sinks", "recent")
 """Eviction options that hold for the compared policy, too: how much is kept. The rest is a policy's own."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptOptions:
     """Exactly one of -, --prompt, --prompt-file and --prompts-jsonl."""
 
@@ -63,7 +64,7 @@ class PromptOptions:
     """Give the model the text as it is, without the chat template."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
     """By which rule tokens are evicted."""
 
@@ -78,7 +79,7 @@ class PolicyOptions:
     ] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
     """Where an answer ends, and how its tokens are chosen."""
 
@@ -92,7 +93,7 @@ class AnswerOptions:
     ] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MachineOptions(ModelOptions):
     """What computes, and how."""
 
@@ -104,15 +105,15 @@ class MachineOptions(ModelOptions):
     """Run the decode step as a compiled graph, which pays off from some hundred tokens on."""
 
 
-@dataclass(frozen=True)
-class OwnMachineOptions(MachineOptions):
-    """What computes, and how."""
+@dataclass(frozen=True, kw_only=True)
+class DebuggingOptions:
+    """For a model on several devices, with torchrun."""
 
     check_ranks: Switch = False
-    """For debugging, with torchrun: see at every step that all processes agree."""
+    """See at every step that all processes agree."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     """What is printed. Answers to several prompts come at the end, under their numbers."""
 
@@ -122,13 +123,10 @@ class OutputOptions:
     """Print one JSON object with the answers and every number, and nothing else, to stdout."""
 
 
-@dataclass(frozen=True)
-class Arguments:
-    prompt: PromptOptions
-    policy: PolicyOptions
-    answer: AnswerOptions
-    machine: OwnMachineOptions
-    output: OutputOptions
+@dataclass(frozen=True, kw_only=True)
+class Arguments(
+    PromptOptions, PolicyOptions, AnswerOptions, MachineOptions, DebuggingOptions, OutputOptions
+): ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,55 +135,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def decode(args: Arguments) -> None:
     """Answer the prompts, alone or together with the other processes of torchrun, of which one speaks."""
-    check_device(args.machine.device)
-    with init_tensor_parallel(args.machine.device) as (tp, device), program.silence(tp.rank > 0):
-        machine = dataclasses.replace(args.machine, device=str(device))
-        answer_prompts(dataclasses.replace(args, machine=machine), tp)
+    check_device(args.device)
+    with init_tensor_parallel(args.device) as (tp, device), program.silence(tp.rank > 0):
+        answer_prompts(dataclasses.replace(args, device=str(device)), tp)
 
 
 def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
     """Answer the prompts with each policy. Mistakes in the options are found before the model is loaded."""
-    policies = choose_policies(args.policy)
+    policies = choose_policies(args)
     for _, eviction in policies:
         check_rule(eviction, tp)
         if eviction is not None and eviction.scorer_file is not None:
             check_file(eviction.scorer_file)
-    sampling = Sampling(**args.answer.sampling)
-    if tp.size > 1 and args.prompt.stdin is not None:
+    sampling = Sampling(**args.sampling)
+    if tp.size > 1 and args.stdin is not None:
         raise ValueError(f"{tp.size} processes cannot all read a prompt from stdin: give --prompt-file FILE")
-    given = read_prompts(args.prompt)
-    streaming = choose_streaming(args.output, len(given))
-    if "" in args.answer.stop:
+    given = read_prompts(args)
+    streaming = choose_streaming(args, len(given))
+    if "" in args.stop:
         raise ValueError("--stop needs a text that is not empty")
-    check_text("".join(args.answer.stop), "--stop")
+    check_text("".join(args.stop), "--stop")
 
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
-        say(f"loading {args.machine.model} ...")
         start = time.perf_counter()
-        model, tokenizer = load(args.machine, tp)
+        model, tokenizer = load(args, tp)
         seconds = time.perf_counter() - start
-        rows = [prompts.encode(tokenizer, p, raw=args.prompt.raw, system=args.prompt.system) for p in given]
-    longest = max(map(len, rows))
-    max_new_tokens = choose_length(args.answer.max_new_tokens, longest, model.config.max_positions)
-    stop = StopStrings(tokenizer, args.answer.stop) if args.answer.stop else None
+        rows = encode(tokenizer, given, args)
+    max_new_tokens = choose_length(args.max_new_tokens, max(map(len, rows)), model.config.max_positions)
+    stop = StopStrings(tokenizer, args.stop) if args.stop else None
     detokenizer = Detokenizer(tokenizer, model.config.eos_token_ids, stop)
-    about = {
-        "name": args.machine.model,
-        "source": str(model.source),
-        "substituted": model.substituted,
-        "eos_token_ids": list(model.config.eos_token_ids),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "quantize": args.machine.quantize,
-        "device": str(model.device),
-        "ranks": tp.size,
-    }
+    about = describe(args, model) | {"device": str(model.device), "ranks": tp.size}
 
     runs = []
     for name, eviction in policies:
-        if len(policies) > 1 and not args.output.json:
+        if len(policies) > 1 and not args.json:
             print(f"=== {name} ===", flush=True)
         printer = StreamPrinter(detokenizer) if streaming else None
-        decoder = make_decoder(model, eviction, args.machine, printer.say if printer else say)
+        decoder = make_decoder(model, eviction, args, printer.say if printer else say)
         with contextlib.closing(PrefillBar(sum(map(len, rows)))) as bar:
             out = decoder.generate(
                 rows, max_new_tokens, sampling=sampling, stop=printer or stop, progress=bar
@@ -194,15 +180,15 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
         runs.append(Run(about, name, eviction, out, texts, seconds))
         if printer:
             printer.end()
-        elif not args.output.json:
+        elif not args.json:
             print_answers(texts)
-    if args.output.json:
+    if args.json:
         print(json.dumps(as_json(runs)))
     say("\n" + summary(runs))
 
 
 def make_decoder(
-    model: Any, eviction: EvictionConfig | None, args: OwnMachineOptions, tell: Callable[[str], None]
+    model: Any, eviction: EvictionConfig | None, args: Arguments, tell: Callable[[str], None]
 ) -> Decoder:
     """A decoder that reports its slow parts to `tell`."""
     return Decoder(
@@ -282,8 +268,25 @@ def load(args: MachineOptions, tp: TensorParallel = SINGLE_PROCESS) -> tuple[Any
     """Model and tokenizer. Raises ValueError if it cannot be loaded."""
     if args.quantize is not None:
         program.require("quant", "torchao")
+    say(f"loading {args.model} ...")
     with loading():
         return load_model(args.model, dtype=args.dtype, device=args.device, quantize=args.quantize, tp=tp)
+
+
+def describe(args: MachineOptions, model: Any) -> dict[str, Any]:
+    """The model, for JSON."""
+    return {
+        "name": args.model,
+        "source": str(model.source),
+        "substituted": model.substituted,
+        "eos_token_ids": list(model.config.eos_token_ids),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantize": args.quantize,
+    }
+
+
+def encode(tokenizer: Any, given: Sequence[prompts.Prompt], args: PromptOptions) -> list[list[int]]:
+    return [prompts.encode(tokenizer, prompt, raw=args.raw, system=args.system) for prompt in given]
 
 
 def choose_length(asked: int | None, prompt_tokens: int, max_positions: int) -> int:

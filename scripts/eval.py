@@ -29,10 +29,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -51,25 +50,23 @@ from inertiakv.evals.run_meta import NAME, read_meta
 from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scripts import decode
 from inertiakv.scripts.cli import program, prompts
-from inertiakv.scripts.cli.arguments import Option, Switch, numbers, parse
-from inertiakv.scripts.cli.console import say
+from inertiakv.scripts.cli.arguments import Count, Counts, Option, Switch, parse
 from inertiakv.scripts.cli.machine import check_device, loading
+from inertiakv.scripts.cli.program import say
 from inertiakv.scripts.evaluating import meta
 from inertiakv.scripts.evaluating.process import Process, run
-from inertiakv.scripts.evaluating.progress import RecordBar, note, summary
-
-List = Annotated[str | None, Option(metavar="N,...")]
+from inertiakv.scripts.evaluating.progress import note, summary
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskOptions:
     """What is asked."""
 
-    tasks: Annotated[str, Option(metavar="TASK,...")]
+    tasks: Annotated[list[str], Option(metavar="TASK,...")]
     """Benchmarks, and tasks of benchmarks."""
-    lengths: List = None
+    lengths: Counts = field(default_factory=list)
     """Tokens of prompt and answer together, for tasks that make prompts of any length."""
-    samples: Annotated[int | None, Option(default="all there are")] = None
+    samples: Annotated[int | None, Option(default="all there are", least=1)] = None
     """The first so many of each task and length."""
     seed: int = 42
     """Of what tasks make by chance."""
@@ -83,29 +80,31 @@ class TaskOptions:
     """The folder with the files of all benchmarks that have data."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RuleOptions:
     """By which rules tokens are evicted."""
 
-    policies: Annotated[str, Option(metavar="NAME[:FIELD=VALUE...],...")] = "full,inertiakv"
+    policies: Annotated[list[str], Option(metavar="NAME[:FIELD=VALUE...],...")] = field(
+        default_factory=lambda: ["full", "inertiakv"]
+    )
     """Named policies; full keeps every token."""
-    compression: Annotated[str | None, Option(metavar="X,...", default="0.9")] = None
+    compression: Annotated[list[float], Option(default="0.9")] = field(default_factory=list)
     """Shares of the prompt to evict."""
-    budget: List = None
+    budget: list[int] = field(default_factory=list)
     """Instead: tokens that are kept."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MachineOptions(decode.MachineOptions):
     """What computes, and how."""
 
-    batch: int = 1
+    batch: Count = 1
     """Prompts that are read and answered together."""
     tensor_parallel_size: int = 1
     """Processes, and so GPUs, that hold a model together, with torchrun."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     """Where the results go."""
 
@@ -117,115 +116,93 @@ class OutputOptions:
     """Print one JSON object with the scores, and nothing else, to stdout."""
 
 
-@dataclass(frozen=True)
-class Arguments:
-    task: TaskOptions
-    rule: RuleOptions
-    machine: MachineOptions
-    output: OutputOptions
+@dataclass(frozen=True, kw_only=True)
+class Arguments(TaskOptions, RuleOptions, MachineOptions, OutputOptions):
+    command: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    command = shlex.join(["python", "scripts/eval.py", *argv])
-    return program.run(lambda: evaluate(parse(Arguments, argv, __doc__), command))
+    return program.run(lambda: evaluate(parse(Arguments, argv, __doc__, "eval.py")))
 
 
-def evaluate(args: Arguments, command: str) -> None:
+def evaluate(args: Arguments) -> None:
     """Ask everything. What is wrong by itself is found before the model is loaded, and what the prompts show
     before any is answered."""
-    process = Process.here(args.machine.tensor_parallel_size)
-    rules = choose_rules(
-        args.rule.policies.split(","),
-        numbers("compression", args.rule.compression, float),
-        numbers("budget", args.rule.budget, int),
-    )
-    lengths = numbers("lengths", args.task.lengths, int)
+    process = Process.here(args.tensor_parallel_size)
+    rules = choose_rules(args.policies, args.compression, args.budget)
     with loading():  # of benchmarks, which need packages of their own
-        names = registry.expand(args.task.tasks.split(","))
-        check_tasks(args.task, names, lengths)
-        check_packages(args.task, names)
-        check_budgets(rules, lengths)
-        check_folder(args.output, process)
-        essays = load_essays(args.task.essays) if registry.needing("essays", names) else None
-    if args.machine.batch < 1:
-        raise ValueError(f"--batch must be at least 1, got {args.machine.batch}")
-    check_device(args.machine.device)
-    asked = Asked(command, process, rules, names, lengths, essays)
+        names = registry.expand(args.tasks)
+        check_tasks(args, names)
+        check_budgets(rules, args.lengths)
+        check_folder(args, process)
+        essays = load_essays(args.essays) if registry.needing("essays", names) else None
+    check_device(args.device)
     with (
-        init_tensor_parallel(args.machine.device, process.size) as (tp, device),
+        init_tensor_parallel(args.device, process.size) as (tp, device),
         program.silence(tp.rank > 0),
     ):
-        check_ranks(rules, tp)
-        records, total = ask(args, asked, tp, str(device))
-        report(args.output, records, rules, total)
+        for rule in rules:
+            with naming(str(rule)):
+                check_rule(rule.eviction, tp)
+        args = dataclasses.replace(args, device=str(device))
+        records, total = ask(args, Asked(process, rules, names, essays), tp)
+        report(args, records, rules, total)
 
 
 class Asked(NamedTuple):
     """What a command line comes to."""
 
-    command: str
     process: Process
     rules: list[Rule]
     names: list[str]
-    lengths: list[int]
     essays: Essays | None
 
 
-def ask(args: Arguments, asked: Asked, tp: TensorParallel, device: str) -> tuple[list[Record], int]:
+def ask(args: Arguments, asked: Asked, tp: TensorParallel) -> tuple[list[Record], int]:
     """Load the model, or this rank's part of it, and make the records that it should. Those that are there,
     and how many there will be."""
-    process, rules, lengths = asked.process, asked.rules, asked.lengths
+    process, rules, names, essays = asked
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
-        say(f"loading {args.machine.model} ...")
-        model, tokenizer = decode.load(dataclasses.replace(args.machine, device=device), tp)
+        model, tokenizer = decode.load(args, tp)
         most = model.config.max_positions
-        if lengths and max(lengths) > most:
-            raise ValueError(f"--lengths {max(lengths)} is more than the model's {most} positions")
-        template_args = prompts.parse_template_args(args.task.template_args)
-        prompting = Prompting(tokenizer, args.task.template, template_args)
-        source = (args.task.seed, args.task.samples, asked.essays, args.task.data)
+        if args.lengths and max(args.lengths) > most:
+            raise ValueError(f"--lengths {max(args.lengths)} is more than the model's {most} positions")
+        template_args = prompts.parse_template_args(args.template_args)
+        prompting = Prompting(tokenizer, args.template, template_args)
+        setting = registry.Setting(prompting, most, args.seed, args.samples, essays, args.data)
         with loading():
-            tasks = registry.make_tasks(asked.names, registry.Setting(prompting, most, *source))
-        groups = make_groups(tasks, lengths, args.task.samples)
-        bar = RecordBar(str(process))
+            tasks = registry.make_tasks(names, setting)
+        groups = make_groups(tasks, args.lengths, args.samples)
         evaluation = Evaluation(
             model,
             prompting,
             rules,
-            batch=process.batch(groups, args.machine.batch),
-            compile=args.machine.compile,
-            attention=args.machine.attention,
+            batch=process.batch(groups, args.batch),
+            compile=args.compile,
+            attention=args.attention,
             on_compile=lambda what: note(f"compiling the {what} ..."),
-            on_draft=bar.draft,
         )
-        processes = process.ranks * process.size
-        about = meta.describe(
-            asked.command, config(args), model, prompting, rules, groups, asked.essays, processes
-        )
-        records = run(evaluation, groups, args.output.out, process, about, bar, resume=args.output.resume)
+        about = {
+            **meta.describe(args.command, config(args), evaluation, rules, groups, essays),
+            "model": decode.describe(args, model),
+            "ranks": process.ranks * process.size,
+        }
+        records = run(evaluation, groups, args.out, process, about, resume=args.resume)
     return records, count(groups, rules)
 
 
-def check_tasks(args: TaskOptions, names: Sequence[str], lengths: Sequence[int]) -> None:
-    """Raise ValueError for options that cannot be, that are missing, or that would have no effect."""
+def check_tasks(args: TaskOptions, names: Sequence[str]) -> None:
+    """Raise ValueError for options that are missing or would have no effect, and for missing packages."""
     made = registry.needing("lengths", names)
-    if made and not lengths:
+    if made and not args.lengths:
         raise ValueError(f"{made[0]} makes prompts of any length: give --lengths")
-    for option, value in (("lengths", lengths or None), ("essays", args.essays), ("data", args.data)):
-        if value is not None and not registry.needing(option, names):
+    for option in ("lengths", "essays", "data"):
+        if getattr(args, option) and not registry.needing(option, names):
             raise ValueError(f"--{option} has no effect on {', '.join(names)}")
-    for option, least in (("lengths", min(lengths, default=1)), ("samples", args.samples)):
-        if least is not None and least < 1:
-            raise ValueError(f"--{option} must be at least 1, got {least}")
     if prompts.parse_template_args(args.template_args) and args.template == "none":
         raise ValueError("--template-args has no effect with --template none")
     if args.data is not None and not args.data.is_dir():
         raise ValueError(f"--data {args.data} is no folder")
-
-
-def check_packages(args: TaskOptions, names: Sequence[str]) -> None:
-    """Raise ValueError where the extra `eval` is needed and not installed."""
     benchmarks = {name.partition(":")[0] for name in names}
     program.require(
         "eval",
@@ -235,23 +212,21 @@ def check_packages(args: TaskOptions, names: Sequence[str]) -> None:
     )
 
 
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say in a ValueError what it is of."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
 def check_budgets(rules: Sequence[Rule], lengths: Sequence[int]) -> None:
     """Raise ValueError for a rule that protects more than it keeps of prompts as long as they may be."""
     for rule, length in product(rules, lengths):
         if rule.eviction is not None:
-            try:
+            with naming(f"{rule}, --lengths {length}"):
                 rule.eviction.budget_for(length)
-            except ValueError as error:
-                raise ValueError(f"{rule}, --lengths {length}: {error}") from error
-
-
-def check_ranks(rules: Sequence[Rule], tp: TensorParallel) -> None:
-    """Raise ValueError for a rule that a model on several ranks cannot go by."""
-    for rule in rules:
-        try:
-            check_rule(rule.eviction, tp)
-        except ValueError as error:
-            raise ValueError(f"{rule}: {error}") from error
 
 
 def check_folder(args: OutputOptions, process: Process) -> None:
@@ -271,8 +246,8 @@ def check_folder(args: OutputOptions, process: Process) -> None:
 
 def config(args: Arguments) -> dict[str, Any]:
     """All options, by their names."""
-    groups = (args.task, args.rule, args.machine, args.output)
-    options = {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
+    options = dataclasses.asdict(args)
+    del options["command"]
     if not options["template_args"]:
         del options["template_args"]  # as in runs from before there were any
     return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}

@@ -10,7 +10,6 @@ Examples:
   python scripts/plan.py --model FOLDER --device rtx-4090 --quantize int8 --policy snapkv --compression 0.8
   python scripts/plan.py --model llama-3.3-70b --device h200 --ranks 2,4 --plot plan.png --out plan.md
   python scripts/plan.py --model qwen2.5-14b --memory-gb 48 --bandwidth-gb-per-s 864 --tflops 181 --json
-  python scripts/plan.py --check benchmarks/smollm2-135m-cpu.json   predictions against measurements
 
 Tables go to stdout, or with --json one object. The exit code is 0, or 2 where something cannot be.
 """
@@ -19,12 +18,11 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -34,7 +32,6 @@ from inertiakv import policy
 from inertiakv.compiling.collectives import TensorParallel
 from inertiakv.decoding.tensor_parallel import check_rule
 from inertiakv.evals.reporting import figures
-from inertiakv.evals.reporting.table import aligned
 from inertiakv.models import ModelConfig, parallel, parse_config
 from inertiakv.models.checkpoint import read_config as read_model_config
 from inertiakv.models.config import parse_dtype
@@ -42,7 +39,7 @@ from inertiakv.models.hub import find_config
 from inertiakv.requests.prompts import check_positions
 from inertiakv.scripts.benchmarking.shapes import SHAPES
 from inertiakv.scripts.cli import program
-from inertiakv.scripts.cli.arguments import Option, Switch, numbers, parse
+from inertiakv.scripts.cli.arguments import Count, Counts, Option, Switch, parse
 from inertiakv.scripts.planning import check, devices, report
 from inertiakv.scripts.planning.devices import Link
 from inertiakv.scripts.planning.plans import FULL, Plan
@@ -50,11 +47,12 @@ from inertiakv.scripts.planning.speed import Machine, Shares
 
 ALL_REDUCE_LATENCY = 10e-6
 """Seconds that an all-reduce takes however small it is."""
+MOST = dict.fromkeys(("memory_gb", "bandwidth_gb_per_s", "tflops", "interconnect_gb_per_s"), 1e15)
+MOST |= {"usable": 1, "share": 1}
+"""The largest value of options that must be above 0."""
 
-Numbers = Annotated[str, Option(metavar="N,...")]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Which model, and as what numbers."""
 
@@ -66,7 +64,7 @@ class ModelOptions:
     """Weights of linear layers in one byte."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
     """On what it runs."""
 
@@ -80,7 +78,7 @@ class DeviceOptions:
     """Its arithmetic; left out, arithmetic is taken to be no bottleneck."""
     usable: float = 0.9
     """Share of the memory that may be filled; the rest is for the driver, graphs, and fragments."""
-    ranks: Numbers = "1"
+    ranks: Counts = field(default_factory=lambda: [1])
     """Devices that a model is split over: heads, MLPs and the vocabulary head, evenly."""
     interconnect_gb_per_s: float | None = None
     """Between ranks, for two all-reduces a layer and one more. Left out, they take no time."""
@@ -88,15 +86,15 @@ class DeviceOptions:
     """Share of the bandwidth that weights, K and V are read with, instead of those that were measured."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RequestOptions:
     """What is asked of it."""
 
-    context: Numbers = "8000"
+    context: Counts = field(default_factory=lambda: [8000])
     """Tokens of each prompt."""
-    new_tokens: int = 128
+    new_tokens: Count = 128
     """Tokens of each answer; a step's cost is that of the one in the middle."""
-    batch: Numbers = "1"
+    batch: Counts = field(default_factory=lambda: [1])
     """Rows that are decoded together."""
     policy: str = "inertiakv"
     """A named policy, set against the full cache; full: that alone."""
@@ -106,7 +104,7 @@ class RequestOptions:
     """Instead: tokens to keep."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     """What becomes of it."""
 
@@ -116,95 +114,66 @@ class OutputOptions:
     """Also write the tables as a Markdown page."""
     plot: Path | None = None
     """Also draw token/s and sessions against compression (needs the extra `plot`)."""
-    check: tuple[Path, ...] = ()
-    """Plan nothing: set predictions against the steps in results files of scripts/bench.py."""
 
 
-@dataclass(frozen=True)
-class Arguments:
-    model: ModelOptions
-    device: DeviceOptions
-    request: RequestOptions
-    output: OutputOptions
+@dataclass(frozen=True, kw_only=True)
+class Arguments(ModelOptions, DeviceOptions, RequestOptions, OutputOptions):
+    command: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    command = shlex.join(["python", "scripts/plan.py", *argv])
-    return program.run(lambda: run(parse(Arguments, argv, __doc__), command))
+    return program.run(lambda: run(parse(Arguments, argv, __doc__, "plan.py")))
 
 
-def run(args: Arguments, command: str) -> None:
-    output = args.output
-    if output.check:
-        compare(args)
-        return
-    for option, file in (("out", output.out), ("plot", output.plot)):
+def run(args: Arguments) -> None:
+    for option, file in (("out", args.out), ("plot", args.plot)):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise ValueError(f"--{option} {file} is no file in a folder that is there")
-    if output.plot is not None and args.request.policy == FULL:
+    if args.plot is not None and args.policy == FULL:
         raise ValueError("--plot draws what compression does, and policy 'full' evicts nothing")
-    if output.plot is not None and not figures.available():
+    if args.plot is not None and not figures.available():
         raise ValueError(figures.MISSING)
-    plan = {**make(args).as_json(), "command": command}
-    if output.plot is not None:
-        report.draw_chart(output.plot, plan)
-    if output.out is not None:
-        picture = None if output.plot is None else os.path.relpath(output.plot, output.out.parent)
-        output.out.write_text(report.page(plan, picture), encoding="utf-8")
-    print(json.dumps(plan) if output.json else report.text(plan))
+    plan = make(args)
+    if args.plot is not None:
+        report.draw_chart(args.plot, plan)
+    if args.out is not None:
+        picture = None if args.plot is None else os.path.relpath(args.plot, args.out.parent)
+        args.out.write_text(report.page(plan, picture), encoding="utf-8")
+    print(json.dumps(plan) if args.json else report.text(plan))
 
 
-def make(args: Arguments) -> Plan:
-    """All that the arguments say. Raises ValueError where they make no sense."""
-    request = args.request
-    config = read_config(args.model.model)
-    dtype = config.stored_dtype if args.model.dtype == "auto" else parse_dtype(args.model.dtype)
+def make(args: Arguments) -> dict[str, Any]:
+    """The plan as a JSON object. Raises ValueError where the arguments make no sense."""
+    config = read_config(args.model)
+    dtype = config.stored_dtype if args.dtype == "auto" else parse_dtype(args.dtype)
     dtype = dtype or torch.bfloat16
-    ranks = numbers("ranks", args.device.ranks, int)
-    contexts = numbers("context", request.context, int)
-    batches = numbers("batch", request.batch, int)
-    new_tokens = [request.new_tokens]
-    names = ("ranks", "context", "batch", "new-tokens")
-    for option, asked in zip(names, (ranks, contexts, batches, new_tokens), strict=True):
-        devices.check_positive(option, min(asked))
-    changes = {"compression": request.compression, "budget": request.budget}
-    rule = policy(request.policy, **{name: value for name, value in changes.items() if value is not None})
+    changes = {"compression": args.compression, "budget": args.budget}
+    rule = policy(args.policy, **{name: value for name, value in changes.items() if value is not None})
     draft = rule.draft + 1 if rule is not None and rule.draft else 0
-    check_positions(contexts, request.new_tokens, config.max_positions, draft)
-    for count in ranks:
+    check_positions(args.context, args.new_tokens, config.max_positions, draft)
+    for count in args.ranks:
         check_rule(rule, parallel.share(config, TensorParallel(size=count))[1])
-    weights_in = args.model.quantize or str(dtype).removeprefix("torch.")
-    return Plan(
-        name=args.model.model,
-        config=config,
-        dtype=dtype,
-        quantize=args.model.quantize,
-        machine=make_machine(args.device, max(ranks), weights_in),
-        usable=args.device.usable,
-        policy=request.policy,
-        eviction=rule,
-        ranks=ranks,
-        contexts=contexts,
-        batches=batches,
-        new_tokens=request.new_tokens,
-    )
+    machine = make_machine(args, args.quantize or str(dtype).removeprefix("torch."))
+    asked = {name: getattr(args, name) for name in ("quantize", "usable", "policy", "ranks", "new_tokens")}
+    plan = Plan(args.model, config, dtype, machine, rule, args.context, args.batch, **asked)
+    return {**plan.as_json(), "command": args.command}
 
 
-def make_machine(given: DeviceOptions, ranks: int, weights_in: str) -> Machine:
+def make_machine(args: DeviceOptions, weights_in: str) -> Machine:
     """The device, and the shares of its bandwidth that are given or were measured with such weights."""
-    for option, share in (("usable", given.usable), ("share", given.share)):
-        if share is not None and not 0 < share <= 1:
-            raise ValueError(f"--{option} must be above 0 and at most 1, got {share:g}")
+    for name, most in MOST.items():
+        value = getattr(args, name)
+        if value is not None and not 0 < value <= most:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} must be above 0 and at most {most:g}, got {value:g}")
     link = None
-    if given.interconnect_gb_per_s is not None:
-        devices.check_positive("interconnect-gb-per-s", given.interconnect_gb_per_s)
-        if ranks == 1:
+    if args.interconnect_gb_per_s is not None:
+        if max(args.ranks) == 1:
             raise ValueError("--interconnect-gb-per-s has no effect with one rank")
-        link = Link(1e9 * given.interconnect_gb_per_s, ALL_REDUCE_LATENCY)
-    device = devices.choose(given.device, given.memory_gb, given.bandwidth_gb_per_s, given.tflops)
-    if given.share is not None:
-        return Machine(device, Shares(given.share, given.share, None, "given"), link)
+        link = Link(1e9 * args.interconnect_gb_per_s, ALL_REDUCE_LATENCY)
+    device = devices.choose(args.device, args.memory_gb, args.bandwidth_gb_per_s, args.tflops)
+    if args.share is not None:
+        return Machine(device, Shares(args.share, args.share, None, "given"), link)
     return Machine(device, check.shares_for(device.kind, weights_in), link)
 
 
@@ -217,20 +186,6 @@ def read_config(name: str) -> ModelConfig:
         raise ValueError(f"no model {name!r}: no such folder, no hub name (owner/name), none of {shapes}")
     file = find_config(name)
     return read_model_config(file.parent)
-
-
-def compare(args: Arguments) -> None:
-    """Print predictions beside measurements. Raises ValueError where nothing can be compared."""
-    output = OutputOptions(check=args.output.check, json=args.output.json)
-    if args != Arguments(ModelOptions(), DeviceOptions(), RequestOptions(), output):
-        raise ValueError("--check plans nothing: --json alone goes with it")
-    rows = check.predict(check.measured(args.output.check))
-    if not rows:
-        raise ValueError(f"{args.output.check[0]} has no policies of a known shape to compare with")
-    if args.output.json:
-        print(json.dumps([row.as_json() for row in rows]))
-        return
-    print("\n".join([*aligned(check.table(rows)), "", *check.summary(rows)]))
 
 
 if __name__ == "__main__":

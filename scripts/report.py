@@ -1,7 +1,7 @@
 """Make a report of what scripts/eval.py has measured: tables, comparisons and pictures.
 
 Folders of the same model, template and seed are put together, others side by side. The report is report.md,
-with its pictures in plots/, and the same in one file, report.html.
+with its pictures in plots/.
 
 Examples:
   python scripts/report.py results/r1
@@ -27,7 +27,7 @@ from inertiakv.evals.reporting.paired import numbers
 from inertiakv.evals.reporting.runs import combine, read_run
 from inertiakv.scripts.cli import program
 from inertiakv.scripts.cli.arguments import Option, Switch, parse
-from inertiakv.scripts.cli.console import say
+from inertiakv.scripts.cli.program import say
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,9 @@ def report(args: Arguments) -> None:
     out.mkdir(parents=True, exist_ok=True)
     parts = page.sections(runs, suites, notes, args.reference, out / "plots")
     (out / "report.md").write_text(page.markdown(parts), encoding="utf-8")
-    (out / "report.html").write_text(page.one_file(parts), encoding="utf-8")
     for note in notes if figures.available() else [*notes, figures.MISSING]:
         say(f"note: {note}")
-    print(f"{out / 'report.md'}\n{out / 'report.html'}")
+    print(out / "report.md")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from inertiakv.scripts import eval as evaluation
 from inertiakv.scripts import report
 from inertiakv.scripts.cli import program
 from inertiakv.scripts.cli.arguments import Option, parse
-from inertiakv.scripts.cli.console import say
+from inertiakv.scripts.cli.program import say
 
 ALPHAS = (0.0, 0.3, 0.6, 0.9, 0.95)
 """Beside the default, 0.8."""

@@ -19,10 +19,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,34 +31,35 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's o
 
 from inertiakv import Decoder, EvictionConfig
 from inertiakv.evals.reporting import figures
-from inertiakv.evals.reporting.table import Table
 from inertiakv.scripts import decode
 from inertiakv.scripts.benchmarking import results
-from inertiakv.scripts.cli import program, prompts
-from inertiakv.scripts.cli.arguments import Option, Switch, numbers, parse
-from inertiakv.scripts.cli.console import PrefillBar, say
+from inertiakv.scripts.cli import program
+from inertiakv.scripts.cli.arguments import Option, Switch, parse
+from inertiakv.scripts.cli.console import PrefillBar
 from inertiakv.scripts.cli.machine import check_device
+from inertiakv.scripts.cli.program import say
 from inertiakv.scripts.tracing import analysis, plots, runs, tables, text
 from inertiakv.scripts.tracing.runs import Rules, Run
 from inertiakv.scripts.tracing.text import TracedText
 
-Names = Annotated[str, Option(metavar="NAME,...|none")]
+Names = Annotated[list[str], Option(metavar="NAME,...|none")]
+SCORERS = ["attention", "value_norm", "entropy", "keydiff", "key_norm", "recency", "random"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RuleOptions:
     """Which rules: such as score, for one retention set of all layers. All but --policies are inertiakv with
     one thing changed."""
 
-    policies: Names = "inertiakv,single,cumulative"
+    policies: Names = field(default_factory=lambda: ["inertiakv", "single", "cumulative"])
     """Named policies."""
-    scorers: Names = "attention,value_norm,entropy,keydiff,key_norm,recency,random"
+    scorers: Names = field(default_factory=lambda: SCORERS)
     """Scorers to set against attention, which is always among them."""
     scorer_file: Path | None = None
     """The weights of the scorer learned."""
-    couplings: Names = "layer_temporal,temporal,layer"
+    couplings: Names = field(default_factory=lambda: ["layer_temporal", "temporal", "layer"])
     """Couplings: what of the stability is memory across steps, and what the weighting of layers."""
-    step_alphas: Names = "none"
+    step_alphas: list[float] = field(default_factory=list)
     """Memories from step to step, numbers from 0 to 1, whatever the coupling would give."""
     compression: Annotated[float | None, Option(default="0.9")] = None
     """Share of the prompt to evict."""
@@ -67,17 +67,17 @@ class RuleOptions:
     """Instead: tokens that are kept."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """How much is decoded, greedily."""
 
-    steps: int = 64
+    steps: Annotated[int, Option(least=runs.LEAST_STEPS)] = 64
     """Decode steps, each of which feeds a token. An answer may end sooner."""
     ignore_eos: Switch = False
     """Go on where an answer ends."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MachineOptions(decode.MachineOptions):
     """What computes, and how."""
 
@@ -85,91 +85,68 @@ class MachineOptions(decode.MachineOptions):
     """Run decode steps as compiled graphs, which every rule compiles anew: for thousands of steps."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     """Where the results go."""
 
     out: Annotated[Path | None, Option(metavar="DIR")] = None
     """A folder for trace.json, tables.md, text.html and, where matplotlib is installed, plots."""
     show: Switch = False
-    """Print the text as each policy keeps it, too; in colours on a terminal, unless NO_COLOR is set."""
+    """Print the text as each policy keeps it, too."""
     json: Switch = False
     """Print what trace.json says, and nothing else, to stdout."""
 
 
-@dataclass(frozen=True)
-class Arguments:
-    prompt: decode.PromptOptions
-    rules: RuleOptions
-    run: RunOptions
-    machine: MachineOptions
-    output: OutputOptions
+@dataclass(frozen=True, kw_only=True)
+class Arguments(decode.PromptOptions, RuleOptions, RunOptions, MachineOptions, OutputOptions):
+    command: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    command = shlex.join(["python", "scripts/trace.py", *argv])
-    return program.run(lambda: trace(parse(Arguments, argv, __doc__), command))
+    return program.run(lambda: trace(parse(Arguments, argv, __doc__, "trace.py")))
 
 
-def trace(args: Arguments, command: str) -> None:
+def trace(args: Arguments) -> None:
     """Run the rules over the prompts. What is wrong by itself is found before the model is loaded."""
-    rules = read_rules(args.rules)
-    given = decode.read_prompts(args.prompt)
-    if args.run.steps < runs.LEAST_STEPS:
-        raise ValueError(f"--steps must be at least {runs.LEAST_STEPS}, got {args.run.steps}")
-    if args.output.show and args.output.json:
+    rules = read_rules(args)
+    given = decode.read_prompts(args)
+    if args.show and args.json:
         raise ValueError("--show has no effect with --json, which prints one object")
-    if args.output.show and not rules.policies:
+    if args.show and not rules.policies:
         raise ValueError("--show shows what policies keep: give --policies")
-    if args.output.out is not None:
-        args.output.out.mkdir(exist_ok=True)
-    check_device(args.machine.device)
+    if args.out is not None:
+        args.out.mkdir(exist_ok=True)
+    check_device(args.device)
 
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
-        say(f"loading {args.machine.model} ...")
-        model, tokenizer = decode.load(args.machine)
-        rows = [prompts.encode(tokenizer, p, raw=args.prompt.raw, system=args.prompt.system) for p in given]
+        model, tokenizer = decode.load(args)
         traced = [
             trace_prompt(model, tokenizer, row, rules, args, f"prompt {number}")
-            for number, row in enumerate(rows, 1)
+            for number, row in enumerate(decode.encode(tokenizer, given, args), 1)
         ]
     report = {
-        "command": command,
-        "model": {
-            "name": args.machine.model,
-            "source": str(model.source),
-            "dtype": str(model.dtype).removeprefix("torch."),
-        },
+        "command": args.command,
+        "model": decode.describe(args, model),
         "rules": {label: dataclasses.asdict(rule) for label, rule in rules.labelled.items()},
         "prompts": [one.report for one in traced],
         "mean": analysis.average([one.report["statistics"] for one in traced]),
     }
-    made = tables.tables(report["mean"])
-    if args.output.out is not None:
-        write(args.output.out, report, made, traced)
-    if args.output.json:
+    texts = [shown for one in traced for shown in one.texts]
+    if args.out is not None:
+        write(args.out, report, texts, traced[0].evicting)
+    if args.json:
         print(json.dumps(analysis.plain(report)))
         return
-    print("\n\n".join(table.text() for table in made))
-    if args.output.show:
-        colour = text.in_colour(sys.stdout)
-        for shown in (shown for one in traced for shown in one.texts):
-            print("\n" + text.terminal(shown, colour))
+    print("\n\n".join(table.text() for table in tables.tables(report["mean"])))
+    for shown in texts if args.show else ():
+        print("\n" + text.terminal(shown))
 
 
 def read_rules(args: RuleOptions) -> Rules:
-    def names(listed: str) -> list[str]:
-        return [] if listed == "none" else list(dict.fromkeys(listed.split(",")))
-
     kept = {"compression": args.compression, "budget": args.budget}
+    kept = {name: value for name, value in kept.items() if value is not None}
     return runs.choose_rules(
-        names(args.policies),
-        names(args.scorers),
-        names(args.couplings),
-        numbers("step-alphas", None if args.step_alphas == "none" else args.step_alphas, float),
-        {name: value for name, value in kept.items() if value is not None},
-        args.scorer_file,
+        args.policies, args.scorers, args.couplings, args.step_alphas, kept, args.scorer_file
     )
 
 
@@ -185,15 +162,15 @@ def trace_prompt(
     model: Any, tokenizer: Any, prompt: list[int], rules: Rules, args: Arguments, name: str
 ) -> TracedPrompt:
     """Every rule over one prompt. Raises ValueError where its answer is over too soon."""
-    machine: dict[str, Any] = {"compile": args.machine.compile, "attention": args.machine.attention}
-    how = machine | {"steps": args.run.steps, "eos_token_ids": [] if args.run.ignore_eos else None}
+    machine: dict[str, Any] = {"compile": args.compile, "attention": args.attention}
+    how = machine | {"steps": args.steps, "eos_token_ids": [] if args.ignore_eos else None}
     source = Decoder(model, None, **machine)
     with contextlib.closing(PrefillBar(len(prompt))) as bar:
-        source.prefill(prompt, max_new_tokens=args.run.steps + 1, progress=bar)
+        source.prefill(prompt, max_new_tokens=args.steps + 1, progress=bar)
 
     different = list(dict.fromkeys(rules.labelled.values()))
     total = len(different) + len(rules.policies)
-    say(f"{name}: {total} runs of {args.run.steps} steps ...")
+    say(f"{name}: {total} runs of {args.steps} steps ...")
     with tqdm(total=total, desc=name, unit=" runs", disable=None, leave=False) as progress:
 
         def run(recorder: Callable[..., Run], of: EvictionConfig | Run) -> Run:
@@ -218,22 +195,19 @@ def trace_prompt(
 
 
 def write(
-    folder: Path, report: dict[str, Any], made: Sequence[Table], traced: Sequence[TracedPrompt]
+    folder: Path, report: dict[str, Any], texts: Sequence[TracedText], evicting: dict[str, Run]
 ) -> None:
-    """Everything into a folder. Pictures are of the first prompt, but for the means of Jaccard."""
+    """Everything into a folder. Pictures are of the first prompt."""
     results.write(folder / "trace.json", analysis.plain(report))
-    (folder / "tables.md").write_text(tables.page(report, made), encoding="utf-8")
-    if texts := [shown for one in traced for shown in one.texts]:
+    (folder / "tables.md").write_text(tables.page(report), encoding="utf-8")
+    if texts:
         (folder / "text.html").write_text(text.page(texts), encoding="utf-8")
     if not figures.available():
         say(figures.MISSING)
         return
-    first = traced[0]
-    plots.churn(folder / "churn.png", first.report["churn"])
-    if first.evicting:
-        plots.retention(folder / "retention.png", first.evicting)
-    if len(report["mean"]["spectrum"]) > 1:
-        plots.matrix(folder / "jaccard.png", report["mean"]["jaccard"]["layers"])
+    plots.churn(folder / "churn.png", report["prompts"][0]["churn"])
+    if evicting:
+        plots.retention(folder / "retention.png", evicting)
 
 
 if __name__ == "__main__":

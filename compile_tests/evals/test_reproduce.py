@@ -23,10 +23,8 @@ def test_parts_can_be_run(scale: Callable[[], dict[str, reproduce.Part]], tmp_pa
     for part in scale().values():
         argv = reproduce.command(reproduce.Arguments(), tmp_path / "out", part)
         args = arguments.parse(evaluation.Arguments, argv, "")
-        rules = choose_rules(args.rule.policies.split(","), [float(args.rule.compression.split(",")[0])], [])
-        asked |= {rule.policy for rule in rules}
-        lengths = arguments.numbers("lengths", args.task.lengths, int)
-        evaluation.check_tasks(args.task, registry.expand(args.task.tasks.split(",")), lengths)
+        asked |= {rule.policy for rule in choose_rules(args.policies, args.compression[:1], [])}
+        evaluation.check_tasks(args, registry.expand(args.tasks))
     assert asked >= set(POLICIES)
 
 

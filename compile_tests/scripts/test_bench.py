@@ -64,7 +64,7 @@ def by_name(result: dict[str, Any], batch: int = 1) -> dict[str, dict[str, Any]]
 def case(shape: str = "tiny", **changes: Any) -> Case:
     raw = shapes.shape(shape, 1)
     model = shapes.random_model(raw, torch.float32, torch.device("cpu"))
-    settings = {"context": 100, "batch": 1, "new_tokens": 40, "skip_prefill": False, "compiled": False}
+    settings = {"context": 100, "batch": 1, "new_tokens": 40, "skip_prefill": False, "compile": False}
     settings |= {"kept": EvictionConfig(budget=10), "attention": "auto", "model": model, "raw": raw}
     return Case(**settings | changes)  # type: ignore[arg-type]
 
@@ -76,7 +76,6 @@ def everything() -> dict[str, Any]:
         written: list[dict[str, Any]] = []
         patch.setattr(report, "text", lambda result: written.append(result) or "")
         patch.setattr(machine, "measure_read", lambda device: 1e10)
-        patch.setattr(machine, "measure_multiply", lambda device: 1e11)
         patch.setattr(breakdown, "ROUNDS", 2)
         assert bench.main([*QUICK, "--no-compile", "--batch", "1,3", "--profile"]) == 0
     return written[0]
@@ -151,15 +150,9 @@ def test_profiles_of_the_policy_that_scores_most(everything: dict[str, Any]) -> 
     assert [c["name"] for c in everything["contenders"] if c.get("profile")] == ["inertiakv"] * 2
     for batch in (1, 3):
         entry = by_name(everything, batch)["inertiakv"]
-        step, first_step = entry["profile"], entry["first_step_profile"]
+        step = entry["profile"]
         assert set(step["ms"]) == {*breakdown.PARTS, "rest", "scoring", "host"}
-        assert set(first_step["ms"]) == {*breakdown.GROUPS, "other_operators", "host"}
-        assert min(*step["ms"].values(), *first_step["ms"].values()) >= 0
-        assert min(first_step["ms"][part] for part in ("matrix_products", "gathers_and_scatters")) > 0
-        least = step["at_least_ms"]
-        assert least["reading"] == pytest.approx(1e3 * entry["bytes_per_step"] / 1e10, abs=1e-4)
-        flops = batch * 2 * (MATRICES + NORMS + HEAD) + 4 * 4 * 16 * entry["kept_tokens"]
-        assert least["arithmetic"] == pytest.approx(1e3 * flops / 1e11, abs=1e-4)
+        assert min(step["ms"].values()) >= 0
 
 
 def test_profile_of_a_policy_whose_steps_do_not_score(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,14 +160,7 @@ def test_profile_of_a_policy_whose_steps_do_not_score(monkeypatch: pytest.Monkey
     monkeypatch.setattr(breakdown, "ROUNDS", 1)
     contender = ours.Ours("kvzip", case(new_tokens=80), policy("kvzip", budget=20))
     contender.start()
-    assert breakdown.of_step(contender, print)["ms"]["scoring"] == 0
-    assert sum(breakdown.of_first_step(contender)["ms"].values()) > 0
-
-
-def test_operators_belong_to_a_part_of_the_first_step() -> None:
-    operators = ("aten::bmm", "aten::_weight_int8pack_mm", "aten::index_select", "aten::exp")
-    parts = ["matrix_products", "matrix_products", "gathers_and_scatters", "other_operators"]
-    assert list(map(breakdown.group, operators)) == parts
+    assert breakdown.of_step(contender)["ms"]["scoring"] == 0
 
 
 def nodes_of_a_step(contender: ours.Ours) -> int:
@@ -201,7 +187,7 @@ def test_every_function_of_a_profile_is_part_of_the_compiled_step(monkeypatch: p
     """Else a profile would say, wrongly, that it takes no time."""
     parts, hit = dict(breakdown.PARTS), set()
     for shape, attention in (("tiny", "dense"), ("tiny-moe", "flex")):
-        setting = case(shape, compiled=True, attention=attention, skip_prefill=True)
+        setting = case(shape, compile=True, attention=attention, skip_prefill=True)
         contender = ours.Ours("inertiakv", setting, policy("inertiakv", budget=10))
         contender.start()
         whole = nodes_of_a_step(contender)
@@ -231,7 +217,7 @@ def test_tables_show_every_contender(everything: dict[str, Any], tmp_path: Path)
 
 def test_chart_where_matplotlib_is(everything: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    report.draw(everything["contenders"], tmp_path / "parts.png", print)
+    report.draw(everything["contenders"], tmp_path / "parts.png")
     assert (tmp_path / "parts.png").stat().st_size > 1000
 
 
@@ -328,27 +314,6 @@ def test_an_interrupted_run_leaves_what_it_has_measured(
     assert bench.main(argv) == 130
     assert [entry["batch"] for entry in results.read(out)["contenders"]] == [1, 2]
     assert list(tmp_path.iterdir()) == [out]
-
-
-def test_time_as_a_line_in_kept_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    """5 ms a step, and 2 ms more for every 1,000 tokens of 4,000 bytes: 2 GB/s."""
-
-    def entry(name: str, kept: int) -> dict[str, Any]:
-        setting = {"name": name, "dtype": "float32", "batch": 1, "context": 2 * kept, "kept_tokens": kept}
-        sizes = {"cache_bytes_by_formula": 4000 * kept, "bytes_per_step": 4000 * kept + 30_000_000}
-        return {**setting, **sizes, "ms_per_step": {"median": 5 + 2 * kept / 1000}}
-
-    entries = [entry("a", kept) for kept in (255, 4095, 65535)] + [entry("b", 1), entry("b", 2)]
-    (line,) = measure.scaling(entries, speed=10e9)
-    assert (line["name"], line["kept_tokens"]) == ("a", [255, 4095, 65535])
-    assert (line["kept_gb_per_s"], line["intercept_ms"]) == (2, 5)
-    assert (line["weights_ms"], line["added_ms"], line["worst_deviation"]) == (3, 2, 0)
-    assert "5.00 ms a step" in report.scaling_line(line)
-
-    argv = ["--policies", "score_free", "--compression", "0", "--against", "none", "--skip-prefill"]
-    result = run(capsys, *argv, "--context", "63,127,255")
-    assert [line["kept_tokens"] for line in result["scaling"]] == [[63, 127, 255]]
-    assert bench_table.section("scaling.json", result).count("63 to 255 tokens kept") == 1
 
 
 def test_slow_contenders_make_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,8 +421,8 @@ def test_compile_times_are_of_both_kinds_of_step(monkeypatch: pytest.MonkeyPatch
     wanted = options.parse([*QUICK, "--batch", "2,1", "--budget", "20", "--compile-times"], None)
     assert bench.compile_times(wanted) == {"cold": 2.0, "warm": 2.0}
     assert asked[0] == asked[1]
-    assert asked[0].policies == {"lazy4": policy("lazy4", budget=20)}
-    assert (asked[0].batches, asked[0].against, asked[0].skip_prefill) == ([2], [], True)
+    assert asked[0].rules == {"lazy4": policy("lazy4", budget=20)}
+    assert (asked[0].batch, asked[0].against, asked[0].skip_prefill) == ([2], [], True)
 
 
 @pytest.mark.slow
@@ -483,7 +448,7 @@ def test_the_cache_on_disk_saves_compiling() -> None:
         (["--quantize", "int3"], "invalid choice: 'int3'"),
         (["--quantize", "int8"], "transformers cannot share quantised weights: give --against none"),
         (["--compile-times", "--no-compile"], "--compile-times needs a policy that is compiled"),
-        (["--context", "0"], "'0' is no whole number of at least 1"),
+        (["--context", "0"], "argument --context: must be at least 1, got 0"),
         (["--dtype", "int3"], "dtype 'int3' is not supported"),
         (["--device", "abacus"], "device 'abacus' cannot be used"),
         (["--shape", "tiny", "--merge", "missing.json"], "missing.json"),

@@ -55,18 +55,15 @@ def cli(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli
 
 
 def test_it_learns_and_says_what_it_did(cli: Cli, folder: Path, tmp_path: Path) -> None:
-    result = cli(*SMALL, "--steps", 60, "--note", "of a keeper", "--json")
-    settings = result.json
-    assert json.loads((tmp_path / "form.json").read_text("utf-8")) == settings
+    assert cli(*SMALL, "--steps", 60).code == 0
+    settings = json.loads((tmp_path / "form.json").read_text("utf-8"))
     before, after = settings["held_out"]["untrained"], settings["held_out"]["trained"]
     assert abs(before["spearman"]) < 0.2
     assert after["spearman"] > before["spearman"] + 0.2
     assert after["jaccard"] > before["jaccard"]
-    assert sum(after["spearman_by_layer"]) / 3 == pytest.approx(after["spearman"], abs=1e-4)
     assert (settings["pieces"], settings["held_out"]["pieces"]) == (25, 2)
     assert settings["sizes"]["rank"] == 64
-    assert [(text["name"], text["characters"]) for text in settings["text"]] == [("light.txt", len(TEXT))]
-    assert settings["note"] == "of a keeper"
+    assert [text["name"] for text in settings["text"]] == ["light.txt"]
     assert str(tmp_path) not in json.dumps(settings)
     assert str(folder.parent) not in json.dumps(settings)
     scorer = load_scorer(
@@ -98,9 +95,9 @@ def test_the_seed_decides(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argv, error",
     [
-        (("--length", 31), "--length must be at least 32, got 31"),
-        (("--steps", 0), "--steps must be at least 1, got 0"),
-        (("--queries", 0), "--queries must be at least 1, got 0"),
+        (("--length", 31), "argument --length: must be at least 32, got 31"),
+        (("--steps", 0), "argument --steps: must be at least 1, got 0"),
+        (("--queries", 0), "argument --queries: must be at least 1, got 0"),
         (("--lr", 0), "--lr must be a number above 0, got 0.0"),
         (("--lr", "nan"), "--lr must be a number above 0, got nan"),
         (("--device", "nowhere"), "device 'nowhere' cannot be used: "),

@@ -26,14 +26,15 @@ def main(folder: Path, device: str, target: Path | None) -> int:
     measured = {name: results.read(file) for name, file in files.items() if file.is_file()}
     result = combined(measured) | {"parts": parts}
     if target is None:  # without results there is nothing for the page of benchmarks
-        target = (
-            ROOT / "benchmarks" / f"{_name(result['machine'])}.json" if measured else Path("gpu_check.json")
-        )
+        target = Path("gpu_check.json")
+        if measured:
+            name = str(result["machine"].get("gpu", "cpu")).lower().removeprefix("nvidia ")
+            target = ROOT / "benchmarks" / f"{re.sub('[^a-z0-9]+', '-', name).strip('-')}.json"
     results.write(target, result)
     if measured:
         print(report.text(result))
     if any(contender.get("profile") for contender in result["contenders"]):
-        report.draw(result["contenders"], target.with_suffix(".png"), print)
+        report.draw(result["contenders"], target.with_suffix(".png"))
     for part in parts:
         how = "passed" if part["passed"] else f"FAILED ({part['exit_code']})"
         print(f"{part['name']:24} {how}, {part['seconds']} s: {part['last_line'][:100]}")
@@ -45,13 +46,8 @@ def main(folder: Path, device: str, target: Path | None) -> int:
 
 def _part(folder: Path, name: str, code: str, seconds: str) -> dict[str, Any]:
     log = (folder / f"{name}.log").read_text(errors="replace").splitlines()
-    part = {
-        "name": name,
-        "passed": code == "0",
-        "exit_code": int(code),
-        "seconds": int(seconds),
-        "last_line": log[-1] if log else "",
-    }
+    part = {"name": name, "passed": code == "0", "exit_code": int(code), "seconds": int(seconds)}
+    part["last_line"] = log[-1] if log else ""
     return part if code == "0" else part | {"log": log[-LOG_LINES:]}
 
 
@@ -70,11 +66,6 @@ def combined(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
     compiled = (part["compile_seconds"] for part in measured.values())
     result["compile_seconds"] = next(filter(None, compiled), None)
     return result
-
-
-def _name(machine: dict[str, Any]) -> str:
-    name = str(machine.get("gpu", "cpu")).lower().removeprefix("nvidia ")
-    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 if __name__ == "__main__":

@@ -88,13 +88,6 @@ def measure_read(device: torch.device) -> float:
     return size / min(map(statistics.median, seconds))
 
 
-def measure_multiply(device: torch.device) -> float:
-    """Operations/s of a product of float32 matrices."""
-    size = 1024
-    matrix = torch.full((size, size), 0.5, device=device)
-    return 2 * size**3 / min(_seconds(lambda x: x @ x, matrix) for _ in range(5 * REPEATS))
-
-
 def _seconds(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
     if x.device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -14,17 +14,14 @@ import torch
 
 from inertiakv import EvictionConfig
 from inertiakv.models import Transformer
+from inertiakv.scripts.cli.program import say
 
 from . import machine, traffic
-
-Say = Callable[[str], None]
 
 WARM_UP_PERIODS = 3
 """How often a contender's schedule runs before it is measured, to compile, capture graphs and warm caches."""
 BLOCK_MS = 1000
 """Slow contenders run fewer steps per turn, so that a turn takes about this long."""
-MIN_CONTEXTS = 3
-"""A line is fitted only through at least so many points: two always lie on one."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Case:
     """What rivals keep that evict. Policies have rules of their own."""
     skip_prefill: bool
     """Fill the cache with random K and V instead of running the prompt through the model."""
-    compiled: bool
+    compile: bool
     attention: str
 
     @property
@@ -125,7 +122,7 @@ def warm_up_steps(period: int) -> int:
     return WARM_UP_PERIODS * period + 1
 
 
-def begin(contender: Contender, say: Say) -> None:
+def begin(contender: Contender) -> None:
     """Start a contender, compile its steps and warm up. Raises what the contender raises."""
     say(f"{contender.name}: prompt ...")
     before = machine.start_peak(contender.device)
@@ -137,9 +134,7 @@ def begin(contender: Contender, say: Say) -> None:
     contender.warm_up_ms = 1000 * (time.perf_counter() - clock)
 
 
-def run_rounds(
-    contenders: Sequence[Contender], rounds: int, steps: int, read: Callable[[], float], say: Say
-) -> float:
+def run_rounds(contenders: Sequence[Contender], rounds: int, steps: int, read: Callable[[], float]) -> float:
     """In each round, let every contender run a block of at most `steps` steps.
 
     Who begins changes from round to round, so that the state a contender leaves in the CPU's caches affects
@@ -216,41 +211,4 @@ def entry(
         "compile_seconds": round(contender.compile_seconds, 3),
         "peak_bytes": contender.peak_bytes,
         **contender.extra(),
-    }
-
-
-def scaling(entries: Sequence[dict[str, Any]], speed: float) -> list[dict[str, Any]]:
-    """Time per step as a line in the tokens kept, for each contender measured at several contexts.
-
-    * `kept_gb_per_s`: bytes of K and V over time, from the slope;
-    * `intercept_ms`: the time at no kept tokens; `weights_ms`: the part of it that reading the weights takes
-      at the bandwidth `speed` (bytes/s); `added_ms`: the rest;
-    * `worst_deviation`: the largest relative distance of a measured time from the line.
-    """
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for entry in entries:
-        groups.setdefault(tuple(entry[key] for key in ("name", "dtype", "batch")), []).append(entry)
-    return [
-        {"name": name, "dtype": dtype, "batch": batch, **_line(group, speed)}
-        for (name, dtype, batch), group in groups.items()
-        if len({entry["kept_tokens"] for entry in group}) >= MIN_CONTEXTS
-    ]
-
-
-def _line(group: Sequence[dict[str, Any]], speed: float) -> dict[str, Any]:
-    kept = np.array([entry["kept_tokens"] for entry in group])
-    ms = np.array([entry["ms_per_step"]["median"] for entry in group])
-    # Least squares of the relative errors. Otherwise the largest time alone would determine the intercept.
-    slope, intercept = (float(value) for value in np.polyfit(kept, ms, 1, w=1 / ms))
-    first = group[0]
-    token_bytes = first["cache_bytes_by_formula"] / first["kept_tokens"]
-    weights_ms = 1000 * (first["bytes_per_step"] - first["cache_bytes_by_formula"]) / speed
-    return {
-        "contexts": [entry["context"] for entry in group],
-        "kept_tokens": kept.tolist(),
-        "kept_gb_per_s": round(token_bytes / slope / 1e6, 2) if slope > 0 else None,
-        "intercept_ms": round(intercept, 4),
-        "weights_ms": round(weights_ms, 4),
-        "added_ms": round(intercept - weights_ms, 4),
-        "worst_deviation": round(float(np.abs((intercept + slope * kept) / ms - 1).max()), 4),
     }

@@ -55,9 +55,7 @@ class Ours(Contender):
 
     def _begin(self, eviction: EvictionConfig | None, prompts: list[list[int]]) -> tuple[Decoder, float]:
         """A decoder that has generated one token and evicted, and the seconds this took without compiling."""
-        decoder = Decoder(
-            self.case.model, eviction, compile=self.case.compiled, attention=self.case.attention
-        )
+        decoder = Decoder(self.case.model, eviction, compile=self.case.compile, attention=self.case.attention)
         if self.case.skip_prefill:
             fill_instead_of_prefill(decoder)
         synchronize(self.device)

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from inertiakv.evals.reporting import figures
 from inertiakv.evals.reporting.table import aligned
+from inertiakv.scripts.cli.program import say
 
 Row = dict[str, str]
 
 
 def text(result: dict[str, Any]) -> str:
     """Everything, for a terminal."""
-    lines = [machine(result), reading(result)]
-    if result.get("compile_seconds"):
-        lines.append(compiling(result))
+    lines = [*about(result)]
     for title, rows in cases(result):
         lines += ["", title, *aligned(table_lines(rows))]
-    for contender in result["contenders"]:
-        for title, profile in profiles(contender):
-            total, width = sum(profile["ms"].values()) or 1.0, max(map(len, profile["ms"]))
-            lines += ["", f"{title}: {profile['method']}"]
-            for part, ms in sorted(profile["ms"].items(), key=lambda item: -item[1]):
-                bar = "#" * round(40 * ms / total)
-                lines.append(f"  {part.replace('_', ' '):{width}}  {ms:8.3f} ms  {ms / total:4.0%}  {bar}")
-            lines += [f"  {line}" for line in at_least(profile)]
-    lines += ["", *map(scaling_line, result["scaling"])] if result.get("scaling") else []
+    for title, profile in profiles(result):
+        total, width = sum(profile["ms"].values()) or 1.0, max(map(len, profile["ms"]))
+        lines += ["", f"{title}: {profile['method']}"]
+        for part, ms in sorted(profile["ms"].items(), key=lambda item: -item[1]):
+            bar = "#" * round(40 * ms / total)
+            lines.append(f"  {part.replace('_', ' '):{width}}  {ms:8.3f} ms  {ms / total:4.0%}  {bar}")
     left_out = [f"left out: {skipped_line(skipped)}" for skipped in result["skipped"]]
-    lines += ["", *left_out] if left_out else []
-    return "\n".join(lines)
+    return "\n".join([*lines, *([""] if left_out else []), *left_out])
+
+
+def about(result: dict[str, Any]) -> Iterator[str]:
+    """The machine, and how fast it reads and compiles."""
+    machine = result["machine"]
+    gpu = f"{machine['gpu']} ({machine['gpu_memory_gb']:g} GB), " if "gpu" in machine else ""
+    cpu = f"{machine['cores']} cores of {machine['cpu']}"
+    how = f"({machine['instructions']}, {machine['threads']} threads)"
+    reads = f"reads {result['read_gb_per_s']:,.1f} GB/s ({result['read_by']})"
+    yield f"{gpu}{cpu} {how}, {machine['memory_gb']:g} GB of memory; {reads}"
+    if seconds := result.get("compile_seconds"):
+        yield f"compiles in {seconds['cold']:.1f} s, in {seconds['warm']:.1f} s from the cache on disk"
 
 
 def cases(result: dict[str, Any]) -> Iterator[tuple[str, list[Row]]]:
@@ -94,75 +102,40 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
-def machine(result: dict[str, Any]) -> str:
-    about = result["machine"]
-    gpu = f"{about['gpu']} ({about['gpu_memory_gb']:g} GB), " if "gpu" in about else ""
-    cpu = f"{about['cores']} cores of {about['cpu']} ({about['instructions']}, {about['threads']} threads)"
-    return f"{gpu}{cpu}, {about['memory_gb']:g} GB of memory"
-
-
-def reading(result: dict[str, Any]) -> str:
-    return f"reads {result['read_gb_per_s']:,.1f} GB/s ({result['read_by']})"
-
-
-def compiling(result: dict[str, Any]) -> str:
-    seconds = result["compile_seconds"]
-    return f"compiles in {seconds['cold']:.1f} s, in {seconds['warm']:.1f} s from the cache on disk"
-
-
-def scaling_line(line: dict[str, Any]) -> str:
-    kept = line["kept_tokens"]
-    who = f"{line['name']}, {line['dtype']}, batch {line['batch']}"
-    speed = "no time" if line["kept_gb_per_s"] is None else f"{line['kept_gb_per_s']:,.1f} GB/s"
-    return (
-        f"{who}, from {min(kept):,} to {max(kept):,} tokens kept: {line['intercept_ms']:.2f} ms a step, of "
-        f"which reading the weights needs {line['weights_ms']:.2f}, and {speed} for K and V; no time is off "
-        f"this line by more than {line['worst_deviation']:.0%}"
-    )
-
-
 def skipped_line(skipped: dict[str, Any]) -> str:
     where = f"{skipped['name']} ({skipped['dtype']}, {skipped['context']:,} tokens, batch {skipped['batch']})"
     return f"{where}: {skipped['reason']}"
 
 
-def profiles(contender: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The title of each of a contender's profiles, and the profile."""
-    where = "{name}, {dtype}, {context:,} tokens, batch {batch}".format(**contender)
-    for what, key in (("A step", "profile"), ("The first step", "first_step_profile")):
-        if contender.get(key):
-            yield f"{what} of {where}", contender[key]
+def profiles(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The title of each profile, and the profile. Older files have some of first steps, too."""
+    for contender in result["contenders"]:
+        where = "{name}, {dtype}, {context:,} tokens, batch {batch}".format(**contender)
+        for what, key in (("A step", "profile"), ("The first step", "first_step_profile")):
+            if contender.get(key):
+                yield f"{what} of {where}", contender[key]
 
 
-def at_least(profile: dict[str, Any]) -> list[str]:
-    """What parts of a step would take alone, if the profile says so."""
-    parts = [f"{what} {ms:.1f} ms" for what, ms in profile.get("at_least_ms", {}).items()]
-    return [f"Alone, as fast as the library does them: {', '.join(parts)}."] if parts else []
-
-
-def draw(contenders: Sequence[dict[str, Any]], file: Path, say: Callable[[str], None]) -> None:
+def draw(contenders: Sequence[dict[str, Any]], file: Path) -> None:
     """A picture with a bar for each contender with a profile, if matplotlib is installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        say("no chart: matplotlib is not installed")
+    if not figures.available():
+        say(figures.MISSING)
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     bars = {
         "{name}, {dtype}\n{context:,} tokens, batch {batch}".format(**c): c["profile"]["ms"]
         for c in contenders
         if c.get("profile")
     }
-    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.5 * len(bars)), layout="constrained")
-    left = [0.0] * len(bars)
-    for part in dict.fromkeys(part for ms in bars.values() for part in ms):
-        widths = [ms.get(part, 0.0) for ms in bars.values()]
-        axes.barh(list(bars), widths, left=left, label=part.replace("_", " "))
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.invert_yaxis()
-    axes.set_xlabel("ms per decode step")
-    axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+
+    def paint(figure: Any, panels: Any) -> None:
+        (axes,) = panels
+        left = [0.0] * len(bars)
+        for part in dict.fromkeys(part for ms in bars.values() for part in ms):
+            widths = [ms.get(part, 0.0) for ms in bars.values()]
+            axes.barh(list(bars), widths, left=left, label=part.replace("_", " "))
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        axes.invert_yaxis()
+        axes.set_xlabel("ms per decode step")
+        axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+
+    figures.draw(file, 1, (9, 1.6 + 0.5 * len(bars)), paint)

@@ -88,7 +88,7 @@ class Transformers(Rival):
     def __init__(self, name: str, case: Case) -> None:
         super().__init__(name, case)
         self.evicts = name in EVICTING
-        self.compiles = name == "transformers-static" and case.compiled
+        self.compiles = name == "transformers-static" and case.compile
 
     def start(self) -> None:
         self._load()

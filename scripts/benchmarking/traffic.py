@@ -36,23 +36,12 @@ def row_bytes(model: Transformer, kept: int) -> int:
     """K and V that a step reads for a row with `kept` tokens: in sliding layers those in the window alone."""
     config = model.config
     token = 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
-    return token * _attended(config, kept)
-
-
-def step_flops(model: Transformer, kept: Sequence[int]) -> int:
-    """Multiplications and additions of a step of rows with `kept` tokens."""
-    config, attended = model.config, sum(_attended(model.config, n) for n in kept)
-    return 2 * len(kept) * active_weights(model) + 4 * config.num_heads * config.head_dim * attended
+    return token * sum(kept if window is None else min(kept, window) for window in config.windows)
 
 
 def active_weights(model: Transformer) -> int:
     """How many weights a token is multiplied with."""
     return _weights(model, 1, Tensor.numel)
-
-
-def _attended(config: ModelConfig, kept: int) -> int:
-    """Tokens that a query of a row with `kept` tokens attends to, summed over layers."""
-    return sum(kept if window is None else min(kept, window) for window in config.windows)
 
 
 def _weights(model: Transformer, batch: int, size: Callable[[Tensor], int]) -> int:

@@ -1,8 +1,10 @@
 """A command line made from dataclasses: a field is an option, and its docstring the help text.
 
-A field that is itself a dataclass is a group of options. Types: str, int, float, Path, bool (--x and --no-x),
-Literal (a choice), unions of these, and tuples (several words). `Annotated[type, Option(...)]` adds what a
-type cannot say. Needs the standard library alone: bench.py also runs where there is little more than torch.
+A class that inherits from dataclasses has a group of options for each of them; what it adds is no option.
+Types: str, int, float, Path, bool (--x and --no-x), Literal (a choice), unions of these, tuples (several
+words) and lists (joined by commas, "none" for an empty one). `Annotated[type, Option(...)]` adds what a type
+cannot say.
+Needs the standard library alone: bench.py also runs where there is little more than torch.
 """
 
 from __future__ import annotations
@@ -10,24 +12,24 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import dataclasses
 import difflib
 import inspect
+import shlex
 import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
-N = TypeVar("N", int, float)
 
 _METAVARS = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Option:
     """What a field's type does not say of its option."""
 
@@ -35,8 +37,8 @@ class Option:
     default: str | None = None
     """What the help gives as the default, where it is not the field's own."""
     choices: Sequence[str] | None = None
-    parse: Callable[[str], Any] | None = None
-    """Turns the option's text into the value. Raises argparse.ArgumentTypeError."""
+    least: int | None = None
+    """The smallest number."""
     positional: bool = False
     switch: bool = False
     """There is no --no-x."""
@@ -44,7 +46,7 @@ class Option:
     """May be given several times, one item of the tuple each."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class FieldsOf:
     """Annotated[dict[str, Any], FieldsOf(cls, ...)]: an option for each field of `cls`. The dict has those
     that the user gave."""
@@ -55,6 +57,9 @@ class FieldsOf:
 
 Switch = Annotated[bool, Option(switch=True)]
 """An option that is given or not."""
+Count = Annotated[int, Option(least=1)]
+Counts = Annotated[list[int], Option(least=1)]
+Names = Annotated[list[str], Option("NAME,...")]
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -67,8 +72,10 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see --help)")
 
 
-def parse(cls: type[T], argv: Sequence[str] | None, description: str | None) -> T:
-    """An instance of a dataclass from a command line. Raises ValueError for one that is wrong."""
+def parse(cls: type[T], argv: Sequence[str] | None, description: str | None, script: str | None = None) -> T:
+    """An instance of a dataclass from a command line; its field `command` is that of a `script`, if one is
+    named. Raises ValueError for one that is wrong."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = _Parser(
         prog=Path(sys.argv[0]).name,
         description=description,
@@ -76,30 +83,36 @@ def parse(cls: type[T], argv: Sequence[str] | None, description: str | None) -> 
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    _add_options(parser, parser, cls)
-    given, unknown = parser.parse_known_args(argv)
+    groups = [base for base in cls.__bases__ if is_dataclass(base)]
+    for base in groups:
+        title = f"{base.__name__.removesuffix('Options').lower()} options"
+        _add_options(parser, parser.add_argument_group(title, inspect.cleandoc(base.__doc__ or "")), base)
+    if not groups:
+        _add_options(parser, parser, cls)
+    known, unknown = parser.parse_known_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    return _make(cls, vars(given))
+    given = vars(known)
+    for field, _, note in _fields(cls):
+        if isinstance(note, FieldsOf):
+            names = [of.name for of in fields(note.cls) if of.name in given]
+            given[field.name] = {name: given.pop(name) for name in names}
+    if script is not None:
+        given["command"] = shlex.join(["python", f"scripts/{script}", *argv])
+    return cls(**given)
 
 
-def numbers(option: str, text: str | None, kind: Callable[[str], N]) -> list[N]:
-    """The numbers that an option lists, each once. Raises ValueError for what is none."""
-    try:
-        return list(dict.fromkeys(map(kind, text.split(",")))) if text is not None else []
-    except ValueError:
-        raise ValueError(f"--{option} takes numbers joined by commas, got {text!r}") from None
-
-
-def _fields(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Any, Any]]:
+def _fields(cls: type) -> Iterator[tuple[Field[Any], Any, Any]]:
     """The fields of a dataclass with their types, and the `Option` or `FieldsOf` that annotates them."""
     hints = get_type_hints(cls, include_extras=True)
-    for field in dataclasses.fields(cls):
+    for field in fields(cls):
         kind, note = hints[field.name], None
-        if get_origin(kind) is Annotated:
-            kind, note = get_args(kind)[:2]
+        for part in (kind, *get_args(kind)):
+            if get_origin(part) is Annotated:
+                inner, note = get_args(part)[:2]
+                kind = inner if part is kind else inner | None
         yield field, kind, note
 
 
@@ -111,42 +124,42 @@ def _add_options(
         if isinstance(note, FieldsOf):
             inner = parser.add_argument_group(f"{field.name} options", note.description)
             _add_options(parser, inner, note.cls, defaults=False)
-        elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            inner = parser.add_argument_group(f"{field.name} options", inspect.cleandoc(kind.__doc__ or ""))
-            _add_options(parser, inner, kind)
-        else:
-            option = note or Option()
-            text = docs.get(field.name, "")
-            if option.choices and option.metavar:
-                text += f" {option.metavar} is one of {', '.join(option.choices)}."
-            default = option.default or _default_text(field)
-            if defaults and default:
-                text += f" (default: {default})"
-            _add_option(group, field, kind, option, text.replace("%", "%%"))
+            continue
+        option = note or Option()
+        text = docs.get(field.name, "")
+        if option.choices and option.metavar:
+            text += f" {option.metavar} is one of {', '.join(option.choices)}."
+        default = option.default or _default_text(field)
+        if defaults and default:
+            text += f" (default: {default})"
+        _add_option(group, field, _kinds(kind), option, text.replace("%", "%%"))
 
 
 def _add_option(
-    group: argparse._ActionsContainer, field: dataclasses.Field[Any], kind: Any, option: Option, text: str
+    group: argparse._ActionsContainer, field: Field[Any], kinds: list[Any], option: Option, text: str
 ) -> None:
     flag = f"--{field.name.replace('_', '-')}"
-    if _kinds(kind) == [bool]:
+    if kinds == [bool]:
         action = "store_true" if option.switch else argparse.BooleanOptionalAction
         group.add_argument(flag, dest=field.name, action=action, help=text)
         return
-    scalars = [part for part in _kinds(kind) if not _is_sequence(part)]
-    items = [get_args(part)[0] if _is_sequence(part) else part for part in _kinds(kind)]
+    words = [kind for kind in kinds if get_origin(kind) not in (None, Literal, list)]
+    items = [kind if get_origin(kind) in (None, Literal) else get_args(kind)[0] for kind in kinds]
+    listed = any(get_origin(kind) is list for kind in kinds)
     choices = option.choices
     if len(items) == 1 and get_origin(items[0]) is Literal:
         choices = get_args(items[0])
-    settings: dict[str, Any] = {"type": option.parse or _reader(items), "choices": choices, "help": text}
-    settings["metavar"] = option.metavar or (None if choices else _metavar(items))
-    if len(scalars) < len(items) and option.parse is None:
-        settings |= {"action": _Collect, "nargs": 1 if option.repeat else "+", "const": bool(scalars)}
-    required = field.default is field.default_factory is dataclasses.MISSING
+    metavar = option.metavar or (None if choices else _metavar(items) + ",..." * listed)
+    read = _reader(items, option.least, listed, metavar)
+    settings: dict[str, Any] = {"type": read, "choices": choices, "help": text, "metavar": metavar}
+    if words:
+        nargs = 1 if option.repeat else "+"
+        settings |= {"action": _Collect, "nargs": nargs, "const": len(words) < len(kinds)}
     if option.positional:
         settings.setdefault("nargs", "?")
         group.add_argument(field.name, **settings)
     else:
+        required = field.default is field.default_factory is MISSING
         group.add_argument(flag, dest=field.name, required=required, **settings)
 
 
@@ -165,12 +178,10 @@ def _kinds(kind: Any) -> list[Any]:
     return [part for part in parts if part is not types.NoneType]
 
 
-def _is_sequence(kind: Any) -> bool:
-    return get_origin(kind) not in (None, Literal)
-
-
-def _reader(kinds: Sequence[Any]) -> Callable[[str], Any]:
-    """Makes a value of the first of the types that the text fits."""
+def _reader(
+    kinds: Sequence[Any], least: int | None, listed: bool, metavar: str | None
+) -> Callable[[str], Any]:
+    """Makes a value of the first of the types that the text fits, or a list of such values, each once."""
 
     def read(text: str) -> Any:
         for kind in kinds:
@@ -179,10 +190,16 @@ def _reader(kinds: Sequence[Any]) -> Callable[[str], Any]:
                     return text
                 continue
             with contextlib.suppress(ValueError):
-                return kind(text)
-        raise argparse.ArgumentTypeError(f"expected {_metavar(kinds)}, got {text!r}")
+                value = kind(text)
+                if least is not None and value < least:
+                    raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+                return value
+        raise argparse.ArgumentTypeError(f"expected {metavar}, got {text!r}")
 
-    return read
+    def read_list(text: str) -> list[Any]:
+        return [] if text == "none" else list(dict.fromkeys(map(read, text.split(","))))
+
+    return read_list if listed else read
 
 
 def _metavar(kinds: Sequence[Any]) -> str:
@@ -190,13 +207,11 @@ def _metavar(kinds: Sequence[Any]) -> str:
     return "|".join(dict.fromkeys(name for some in names for name in some))
 
 
-def _default_text(field: dataclasses.Field[Any]) -> str:
-    value = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
+def _default_text(field: Field[Any]) -> str:
+    value = field.default if field.default_factory is MISSING else field.default_factory()
     if value is True:
         return f"--{field.name.replace('_', '-')}"
-    if value is dataclasses.MISSING or value in (None, False, (), []):
+    if value is MISSING or value in (None, False, (), []):
         return ""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
@@ -215,16 +230,3 @@ def _docstrings(cls: type) -> dict[str, str]:
                     ):
                         docs[name] = " ".join(doc.split())
     return docs
-
-
-def _make(cls: type[T], given: dict[str, Any]) -> T:
-    values: dict[str, Any] = {}
-    for field, kind, note in _fields(cls):
-        if isinstance(note, FieldsOf):
-            names = [of.name for of in dataclasses.fields(note.cls)]
-            values[field.name] = {name: given[name] for name in names if name in given}
-        elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            values[field.name] = _make(kind, given)
-        elif field.name in given:
-            values[field.name] = given[field.name]
-    return cls(**values)

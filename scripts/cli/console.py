@@ -10,11 +10,7 @@ from tqdm import tqdm
 
 from inertiakv import StopStrings, TextStream
 from inertiakv.models.encoding import decode_answer
-
-
-def say(text: str) -> None:
-    """Print a line of progress to stderr."""
-    print(text, file=sys.stderr, flush=True)
+from inertiakv.scripts.cli.program import say
 
 
 class PrefillBar:

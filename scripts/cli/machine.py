@@ -12,7 +12,7 @@ import torch
 from inertiakv.scripts.cli.arguments import Option
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Which model, and on which device."""
 

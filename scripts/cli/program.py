@@ -35,11 +35,16 @@ def run(main: Callable[[], None]) -> int:
     return 0
 
 
+def say(text: str) -> None:
+    """Print a line of progress to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
 class _Stderr(logging.Handler):
     """Prints to what is stderr at the time."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"{record.levelname}: {record.getMessage()}", file=sys.stderr, flush=True)
+        say(f"{record.levelname}: {record.getMessage()}")
 
 
 @contextlib.contextmanager

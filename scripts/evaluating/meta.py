@@ -13,12 +13,10 @@ from typing import Any
 
 from inertiakv import EvictionConfig
 from inertiakv.evals.essays import Essays
-from inertiakv.evals.prompting import Prompting
 from inertiakv.evals.records import Record
 from inertiakv.evals.rules import KEPT, Rule, label
-from inertiakv.evals.run import Group
+from inertiakv.evals.run import Evaluation, Group
 from inertiakv.evals.run_meta import NAME, asked_keys, read_meta, task_label
-from inertiakv.models import Transformer
 from inertiakv.scripts.benchmarking import machine, results
 
 BINDING = ("config", "model", "template")
@@ -43,15 +41,13 @@ def now() -> str:
 def describe(
     command: str,
     config: dict[str, Any],
-    model: Transformer,
-    prompting: Prompting,
+    evaluation: Evaluation,
     rules: Sequence[Rule],
     groups: Sequence[Group],
     essays: Essays | None,
-    ranks: int,
 ) -> dict[str, Any]:
-    """What a run is. `config` are the options of its command line."""
-    tasks = [group.task for group in groups]
+    """What a run is, but for its model and ranks. `config` are the options of its command line."""
+    prompting, tasks = evaluation.prompting, [group.task for group in groups]
     samples = {task_label(group.task.name, group.length): len(group.indices) for group in groups}
     template = prompting.tokenizer.chat_template if prompting.template == "chat" else None
     return {
@@ -59,12 +55,6 @@ def describe(
         "config": config,
         "versions": machine.versions(*EXTRAS),
         "git_revision": machine.revision(),
-        "model": {
-            "name": config["model"],
-            "source": str(model.source),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "quantize": config["quantize"],
-        },
         "template": {
             "kind": prompting.template,
             "sha256": template and hashlib.sha256(str(template).encode()).hexdigest(),
@@ -76,8 +66,7 @@ def describe(
         "policies": {rule.policy: rule.eviction and _fields(rule.eviction) for rule in rules},
         "tasks": {task.name: {"metric": task.metric} for task in tasks},
         "asked": [{"command": command, "rules": [str(rule) for rule in rules], "samples": samples}],
-        "machine": machine.describe(model.device),
-        "ranks": ranks,
+        "machine": machine.describe(evaluation.model.device),
         "started": now(),
         "finished": None,
     }

@@ -13,10 +13,10 @@ import torch
 from inertiakv.evals.records import Record, RecordFile, read_records
 from inertiakv.evals.run import Evaluation, Group
 from inertiakv.models.parallel import check_groups, place
-from inertiakv.scripts.cli.console import say
+from inertiakv.scripts.cli.program import say
 
 from . import meta
-from .progress import RecordBar, note
+from .progress import record_bar
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ def run(
     folder: Path,
     process: Process,
     about: dict[str, Any],
-    bar: RecordBar,
     *,
     resume: bool,
 ) -> list[Record]:
@@ -81,20 +80,16 @@ def run(
             # Before it is described: a run that another process is at stays as that one has done so.
             file = stack.enter_context(contextlib.closing(RecordFile(folder / process.file_name)))
             for change in meta.start(folder, about, resume=resume, note=process.rank == 0):
-                note(f"note: since this run began, {change}")
+                say(f"note: since this run began, {change}")
         done = {record.key for record in read_records(folder)}
         model.tp.sum(torch.zeros(1, device=model.device))  # all have read before one writes more
         wanted = [key for group in mine for key in group.keys(evaluation.rules)]
-        bar.begin(sum(key in done for key in wanted), len(wanted))
+        bar = record_bar(str(process), sum(key in done for key in wanted), len(wanted))
         with contextlib.closing(bar):
-            try:
-                for record in evaluation.answer(mine, done):
-                    if file is not None:
-                        file.append(record)
-                    bar.update()
-            except KeyboardInterrupt:
-                note(f"stopped: {bar.done:,} of {bar.total:,} records are in {folder}; go on with --resume")
-                raise
+            for record in evaluation.answer(mine, done):
+                if file is not None:
+                    file.append(record)
+                bar.update()
     records = read_records(folder)
     if model.tp.rank == 0:
         meta.finish(folder, about, records)

@@ -43,13 +43,9 @@ class Measured:
     flops: float
     """Operations with the weights."""
     predicted: float | None = None
-    """Milliseconds, by the shares that all measurements give; None where they give none."""
+    """Seconds, by the shares that all measurements give; None where they give none."""
     held_out: float | None = None
     """The same, by the measurements of the other settings alone."""
-
-    @property
-    def ms(self) -> float:
-        return 1000 * self.seconds
 
     @property
     def setting(self) -> tuple[str, str, int, int]:
@@ -61,19 +57,15 @@ class Measured:
         return self.kind, self.weights_in
 
     def error(self, predicted: float | None) -> float | None:
-        """Of a prediction, relative to the measurement."""
-        return None if predicted is None else predicted / self.ms - 1
+        """Of a prediction in seconds, relative to the measurement."""
+        return None if predicted is None else predicted / self.seconds - 1
 
     def by(self, shares: Shares | None) -> float | None:
-        """Milliseconds by these shares; None for a batch where they do not say how fast arithmetic is."""
+        """Seconds by these shares; None for a batch where they do not say how fast arithmetic is."""
         if shares is None or (self.batch > 1 and shares.flops is None):
             return None
         arithmetic = 0.0 if shares.flops is None else self.flops / shares.flops
-        return 1000 * (max(self.weights / shares.weights, arithmetic) + self.kv / shares.kv)
-
-    def as_json(self) -> dict[str, Any]:
-        names = ("file", "name", "dtype", "context", "batch", "predicted", "held_out", "ms")
-        return {name: getattr(self, name) for name in names} | {"error": self.error(self.predicted)}
+        return max(self.weights / shares.weights, arithmetic) + self.kv / shares.kv
 
 
 def measured(files: Sequence[Path]) -> list[Measured]:
@@ -169,11 +161,11 @@ def table(rows: Sequence[Measured]) -> list[list[str]]:
         ["policy", "file", "dtype", "context", "batch", "ms measured", "ms predicted", "error", "held out"]
     ]
     for row in rows:
-        predicted = "-" if row.predicted is None else f"{row.predicted:.2f}"
+        predicted = "-" if row.predicted is None else f"{1000 * row.predicted:.2f}"
         errors = [row.error(row.predicted), row.error(row.held_out)]
         where = [row.name, row.file, row.dtype, f"{row.context:,}", str(row.batch)]
         shown = ["-" if error is None else f"{error:+z.1%}" for error in errors]
-        lines.append([*where, f"{row.ms:.2f}", predicted, *shown])
+        lines.append([*where, f"{1000 * row.seconds:.2f}", predicted, *shown])
     return lines
 
 

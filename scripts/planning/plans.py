@@ -28,15 +28,15 @@ class Plan:
     name: str
     config: ModelConfig
     dtype: torch.dtype
-    quantize: str | None
     machine: Machine
+    eviction: EvictionConfig | None
+    contexts: Sequence[int]
+    batches: Sequence[int]
+    quantize: str | None
     usable: float
     """Share of the memory that may be filled."""
     policy: str
-    eviction: EvictionConfig | None
     ranks: Sequence[int]
-    contexts: Sequence[int]
-    batches: Sequence[int]
     new_tokens: int
 
     @property

@@ -52,23 +52,3 @@ def churn(file: Path, series: dict[str, dict[str, dict[str, list[float]]]]) -> N
         axes[-1].set_xlabel("step")
 
     draw(file, len(series), (9, 1.8), paint)
-
-
-def matrix(file: Path, jaccard: dict[str, dict[str, float]]) -> None:
-    """Mean Jaccard of every two scorers."""
-    names = list(jaccard)
-    values = [[jaccard[a][b] for b in names] for a in names]
-
-    def paint(figure: Any, axes: Any) -> None:
-        image = axes[0].imshow(values, vmin=0, vmax=1, cmap="viridis")
-        axes[0].set_xticks(range(len(names)), names, rotation=45, ha="right")
-        axes[0].set_yticks(range(len(names)), names)
-        for row, line in enumerate(values):
-            for column, value in enumerate(line):
-                colour = "white" if value < 0.6 else "black"
-                axes[0].text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
-        axes[0].set_title("Jaccard of the top B, mean over steps and layers")
-        figure.colorbar(image, ax=axes[0], shrink=0.8)
-
-    side = 2.5 + 0.7 * len(names)
-    draw(file, 1, (side, side), paint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from inertiakv.evals.reporting.table import Table
@@ -43,15 +42,24 @@ LAYERS_NOTE = (
 
 def tables(mean: dict[str, Any]) -> list[Table]:
     """Every table that the numbers are there for."""
-    rules = mean["rules"].items()
-    cells = [[label, *(_cell(row[key], *form) for key, *form in COLUMNS.values())] for label, row in rules]
-    made = [Table("Stability of the sets", STABILITY_NOTE, ["rule", *COLUMNS], cells)]
-    if len(mean["spectrum"]) > 1:
-        made += [_agreement(mean["spectrum"]), _jaccard(mean["jaccard"])]
-    return [*made, _layers(mean["layers"])]
+    rules, scorers = mean["rules"].items(), mean["spectrum"]
+    rows = [[label, *(_cell(row[key], *form) for key, *form in COLUMNS.values())] for label, row in rules]
+    made = [Table("Stability of the sets", STABILITY_NOTE, ["rule", *COLUMNS], rows)]
+    if len(scorers) > 1:
+        rows = _by_layer([(s["spearman"], s["jaccard"]) for s in scorers.values()])
+        means = [_pair(average(s["spearman"]), average(s["jaccard"])) for s in scorers.values()]
+        rows.append(["mean", *means])
+        made.append(Table("Correlation with attention", AGREEMENT_NOTE, ["layer", *scorers], rows))
+        layers, ema = mean["jaccard"]["layers"], mean["jaccard"]["ema"]
+        rows = [[a, *(_pair(layers[a][b], ema[a][b]) for b in layers)] for a in layers]
+        made.append(Table("Jaccard between scorers", JACCARD_NOTE, ["scorer", *layers], rows))
+    votes = mean["layers"]
+    rows = _by_layer([(vote["margin_share"], vote["decided"]) for vote in votes.values()], 100, 1)
+    rows[-1][0] = "before"
+    return [*made, Table("Which vote decides", LAYERS_NOTE, ["layer", *votes], rows)]
 
 
-def page(report: dict[str, Any], made: Sequence[Table]) -> str:
+def page(report: dict[str, Any]) -> str:
     """The tables as Markdown, and what they are of."""
     model, prompts = report["model"], report["prompts"]
     sizes = [f"{p['tokens']:,} tokens, B = {p['budget']:,}, {p['steps']:,} steps" for p in prompts]
@@ -60,30 +68,14 @@ def page(report: dict[str, Any], made: Sequence[Table]) -> str:
         f"* {model['name']} ({model['source']}), {model['dtype']}",
         f"* {'prompt' if len(sizes) == 1 else 'prompts'} of {'; '.join(sizes)}",
     ]
-    parts = ["# Eviction rules compared", "\n".join(facts), *(table.markdown() for table in made)]
-    return "\n\n".join(parts) + "\n"
+    made = (table.markdown() for table in tables(report["mean"]))
+    return "\n\n".join(["# Eviction rules compared", "\n".join(facts), *made]) + "\n"
 
 
-def _agreement(scorers: dict[str, dict[str, list[float]]]) -> Table:
-    layers = range(len(next(iter(scorers.values()))["jaccard"]))
-    columns = scorers.values()
-    rows = [[str(i), *(_pair(s["spearman"][i], s["jaccard"][i]) for s in columns)] for i in layers]
-    means = [_pair(average(s["spearman"]), average(s["jaccard"])) for s in columns]
-    head = ["layer", *scorers]
-    return Table("Correlation with attention", AGREEMENT_NOTE, head, [*rows, ["mean", *means]])
-
-
-def _jaccard(jaccard: dict[str, dict[str, dict[str, float]]]) -> Table:
-    layers, ema = jaccard["layers"], jaccard["ema"]
-    rows = [[a, *(_pair(layers[a][b], ema[a][b]) for b in layers)] for a in layers]
-    return Table("Jaccard between scorers", JACCARD_NOTE, ["scorer", *layers], rows)
-
-
-def _layers(rules: dict[str, dict[str, list[float]]]) -> Table:
-    columns = [list(zip(r["margin_share"], r["decided"], strict=True)) for r in rules.values()]
-    names = [*map(str, range(len(columns[0]) - 1)), "before"]
-    rows = [[name, *(_pair(*column[i], 100, 1) for column in columns)] for i, name in enumerate(names)]
-    return Table("Which vote decides", LAYERS_NOTE, ["layer", *rules], rows)
+def _by_layer(columns: list[tuple[list[float], list[float]]], *form: int) -> list[list[str]]:
+    """A row for each layer, with a pair for each column."""
+    pairs = ([_pair(a, b, *form) for a, b in zip(*column, strict=True)] for column in columns)
+    return [[str(layer), *row] for layer, row in enumerate(zip(*pairs, strict=True))]
 
 
 def _cell(value: float, factor: int = 1, decimals: int = 3) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import html
 import itertools
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -17,8 +16,6 @@ from inertiakv import TextStream
 from .runs import Run
 
 LEVELS = 8
-_RAMP = (16, 17, 18, 54, 90, 126, 162, 198)
-"""Background colours of the levels, of the 256 that terminals have: black to blue to red."""
 _CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 """Pictures of control characters, which must not reach a terminal or a page."""
 _PAGE = """\
@@ -121,23 +118,10 @@ def _section(traced: TracedText) -> str:
     return f"<section>\n<h2>{html.escape(traced.heading)}</h2>\n<pre>\n{''.join(spans)}</pre>\n</section>"
 
 
-def in_colour(stream: TextIO) -> bool:
-    """Whether to write colours to it: a terminal that knows them, of a user who wants them."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def terminal(traced: TracedText, colour: bool) -> str:
-    """The text for a terminal; without colours, with a count in the place of what was evicted."""
-    styled = [
-        (level if token.gone is None else None, token.text)
-        for token, level in zip(traced.tokens, traced.levels, strict=True)
-    ]
+def terminal(traced: TracedText) -> str:
+    """The text, with a count in the place of what was evicted."""
     parts = [traced.heading, "\n"]
-    for key, group in itertools.groupby(styled, key=lambda part: part[0] if colour else part[0] is None):
-        texts = [text for _, text in group]
-        if colour:
-            style = "\x1b[2;9m" if key is None else f"\x1b[97;48;5;{_RAMP[key]}m"
-            parts.append("\n".join(f"{style}{line}\x1b[0m" for line in "".join(texts).split("\n")))
-        else:
-            parts.append(f"[{len(texts)} evicted]" if key else "".join(texts))
+    for kept, group in itertools.groupby(traced.tokens, key=lambda token: token.gone is None):
+        texts = [token.text for token in group]
+        parts.append("".join(texts) if kept else f"[{len(texts)} evicted]")
     return "".join(parts)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from inertiakv.evals import diagnostics as dx
 from inertiakv.models import Transformer
 from inertiakv.scoring.learned import LearnedScorer
+from inertiakv.scripts.cli.arguments import Count
 from inertiakv.scripts.training.attention import ObservedPass, log_attention
 
 KL_WEIGHT = 0.1
@@ -35,14 +36,18 @@ TOP = 10
 """The best of so many tokens are compared: those that a compression of 0.9 keeps."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that decides what a training gives, beside the model and the texts."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """How it learns: one piece of text a step, all layers of it."""
 
-    queries: int
-    steps: int
-    lr: float
-    seed: int
+    steps: Count = 400
+    queries: Count = 32
+    """Queries of a piece, drawn at random, that are learned from."""
+    lr: float = 0.005
+    """Learning rate of AdamW at the start, for a matrix of 512 inputs, and as much less for a wider one. It
+    falls to nothing along a cosine."""
+    seed: int = 0
+    """Of everything random."""
 
     def random(self, *what: int) -> torch.Generator:
         """A generator of its own for each thing that is drawn."""
@@ -52,7 +57,7 @@ class Recipe:
         return torch.Generator().manual_seed(seed)
 
 
-def split(texts_CT: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+def split(texts_CT: Tensor, recipe: TrainingOptions) -> tuple[Tensor, Tensor]:
     """The texts to learn from, and those that are held out. Raises ValueError for fewer than two."""
     count, length = texts_CT.shape
     if count < 2:
@@ -65,14 +70,16 @@ def split(texts_CT: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     return texts_CT[order_C[held_out:]], texts_CT[order_C[:held_out]]
 
 
-def untrained(model: Transformer, recipe: Recipe) -> LearnedScorer:
+def untrained(model: Transformer, recipe: TrainingOptions) -> LearnedScorer:
     """The scorer that training starts from."""
     sizes, random = model.config, recipe.random(1)
     scorer = LearnedScorer(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, generator=random)
     return scorer.to(model.device)
 
 
-def train(model: Transformer, scorer: LearnedScorer, texts_CT: Tensor, recipe: Recipe) -> Iterator[float]:
+def train(
+    model: Transformer, scorer: LearnedScorer, texts_CT: Tensor, recipe: TrainingOptions
+) -> Iterator[float]:
     """Train the scorer with AdamW, whose rate falls to 0 along a cosine. Yields the loss of each step."""
     optimizer = torch.optim.AdamW([{"params": [matrix]} for matrix in scorer.parameters()])
     for step in range(recipe.steps):
@@ -96,8 +103,10 @@ def train(model: Transformer, scorer: LearnedScorer, texts_CT: Tensor, recipe: R
         yield torch.stack(losses).sum().item()
 
 
-def measure(model: Transformer, scorer: LearnedScorer, texts_CT: Tensor, recipe: Recipe) -> dict[str, Any]:
-    """Spearman and Jaccard of scores with attention, means over queries: in all, and by layer."""
+def measure(
+    model: Transformer, scorer: LearnedScorer, texts_CT: Tensor, recipe: TrainingOptions
+) -> dict[str, float]:
+    """Spearman and Jaccard of scores with attention, means over queries and layers."""
     found: list[tuple[float, float]] = []
 
     def compare(q_QHD: Tensor, k_GND: Tensor, target_QN: Tensor) -> None:
@@ -105,14 +114,8 @@ def measure(model: Transformer, scorer: LearnedScorer, texts_CT: Tensor, recipe:
 
     for index, text_T in enumerate(texts_CT):
         observe(model, text_T, recipe.queries, recipe.random(4, index), compare)
-    mean_L2 = torch.tensor(found, dtype=torch.float64).view(len(texts_CT), -1, 2).mean(0)
-    names = ("spearman", "jaccard")
-    means = {name: round(value, 4) for name, value in zip(names, mean_L2.mean(0).tolist(), strict=True)}
-    by_layer = {
-        f"{name}_by_layer": [round(value, 4) for value in mean_L.tolist()]
-        for name, mean_L in zip(names, mean_L2.unbind(-1), strict=True)
-    }
-    return means | by_layer
+    spearman, jaccard = (round(fmean(values), 4) for values in zip(*found, strict=True))
+    return {"spearman": spearman, "jaccard": jaccard}
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ def test_processes_share_a_run_and_others_go_on_with_it(
         lines = (tmp_path / f"records-{rank}.jsonl").read_text().splitlines()
         assert {json.loads(line)["index"] for line in lines} == indices
     assert "9 of 27 records are in" in results[0].err
-    assert [result.out.partition(" ")[0] for result in results] == ["", "task"]
+    assert [result.out.partition(" ")[0] for result in results] == ["", "rule"]
     assert "27 of 27 records are in" in results[1].err
     assert run_meta(tmp_path)["ranks"] == 2
     assert "resumed" not in run_meta(tmp_path)
