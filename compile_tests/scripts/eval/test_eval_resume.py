@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from compile_tests.evals.fake_benchmarks import FakeDataTask, FakeTask
+from compile_tests.examples import share
 from compile_tests.scripts.eval.folders import ARGV, Cli, contents, run_meta
 from inertiakv.evals.records import Record, RecordFile, read_records
 from inertiakv.evals.reporting.runs import combine, read_run
 from inertiakv.scripts import report
 
 
-@settings(max_examples=8)
+@share(20)
 @given(share=st.floats(0, 1), left=st.sampled_from(["both", "meta"]))
 @example(share=0.0, left="both")
 @example(share=1.0, left="both")
