@@ -240,6 +240,7 @@ def test_page_of_this_checkout_is_what_its_files_give() -> None:
     assert (folder / "README.md").read_text() == bench_table.make_page(folder)
 
 
+@pytest.mark.slow
 def test_compiled_without_what_only_other_scripts_need() -> None:
     """As on a bare machine: neither the command-line packages nor an installed checkout."""
     program = (
