@@ -607,8 +607,8 @@ def test_our_own_mistakes_are_not_hidden(cli: Cli, monkeypatch: pytest.MonkeyPat
 
 
 def test_program(folder: Path, tmp_path: Path) -> None:
-    """As a user runs it, from any folder, whether the checkout is installed or not. That an answer is too long
-    is found once the model is loaded."""
+    """As a user runs it, from any folder, whether the checkout is installed or not. That the answer is too
+    long is found once the model is loaded."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(ROOT / "scripts" / "decode.py"), "--model", str(folder), "--no-compile"]
     command += ["--prompt", TEXT, "--max-new-tokens", "5000"]
