@@ -164,6 +164,7 @@ def recorded_commands(page: str, folder: Path) -> list[tuple[str, list[str], str
     return [tuple(json.loads(line)) for line in log.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("page", pages_with("bash"))
 def test_commands(

@@ -61,7 +61,10 @@ def requests(draw: st.DrawFn, rows: int = 3) -> Request:
 
 
 every_policy = pytest.mark.parametrize("name", POLICIES)
-every_kind = pytest.mark.parametrize("name", KINDS)
+AT_ONCE = ("lazy4", "h2o", "adakv", "kvzip", "rehearsed")
+every_kind = pytest.mark.parametrize(
+    "name", [name if name in AT_ONCE else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
+)
 few = share(20)
 
 

@@ -334,6 +334,7 @@ def test_a_prompt_is_read_once_for_all_rules(loaded: Any, monkeypatch: pytest.Mo
     assert calls == [("prefill", 2), *others] * 2 + [("prefill", 1), *others]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filled", [False, True])
 def test_a_sample_s_record_does_not_depend_on_its_batch(loaded: Any, filled: bool) -> None:
     tasks = [made(loaded, "made:long"), FakeDataTask()]

@@ -30,6 +30,7 @@ def test_parts_can_be_run(scale: Callable[[], dict[str, reproduce.Part]], tmp_pa
     assert asked >= set(POLICIES)
 
 
+@pytest.mark.slow
 def test_a_small_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -288,6 +288,7 @@ def test_context_may_exceed_positions(capsys: pytest.CaptureFixture[str]) -> Non
     assert by_name(result)["full"]["kept_tokens"] > 600
 
 
+@pytest.mark.slow
 def test_a_prompt_that_does_not_fit_is_taken_as_evicted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +305,7 @@ def test_a_prompt_that_does_not_fit_is_taken_as_evicted(
     assert "nothing could be measured: full" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_merged_results_stand_beside_new_ones(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file, argv = tmp_path / "other.json", ["--against", "none", "--policies"]
     other = run(capsys, *argv, "score_free", "--out", str(file))
@@ -331,6 +333,7 @@ def test_an_interrupted_run_leaves_what_it_has_measured(
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.slow
 def test_time_as_a_line_in_kept_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     """5 ms a step, and 2 ms more for every 1,000 tokens of 4,000 bytes: 2 GB/s."""
 

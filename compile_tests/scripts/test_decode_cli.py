@@ -606,6 +606,7 @@ def test_our_own_mistakes_are_not_hidden(cli: Cli, monkeypatch: pytest.MonkeyPat
 # ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_program(folder: Path, tmp_path: Path) -> None:
     """As a user runs it, from any folder, whether the checkout is installed or not. That the answer is too
     long is found once the model is loaded."""

@@ -473,6 +473,7 @@ def test_errors_are_one_line(argv: str, message: str, capsys: pytest.CaptureFixt
     assert message in line
 
 
+@pytest.mark.slow
 def test_the_page_on_the_largest_backbone_is_what_its_command_gives() -> None:
     """Run that command again where it is not."""
     page = (ROOT / "benchmarks" / "llama-3.3-70b-plan.md").read_text()

@@ -21,6 +21,7 @@ from inertiakv.evals.reporting.runs import combine, read_run
 from inertiakv.scripts import report
 
 
+@pytest.mark.slow
 @share(20)
 @given(share=st.floats(0, 1), left=st.sampled_from(["both", "meta"]))
 @example(share=0.0, left="both")
@@ -129,6 +130,7 @@ def more(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answered", [0, 10])
 def test_a_run_is_extended_and_may_be_stopped_at_that(
     answered: int, cli: Cli, whole: Path, more: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
