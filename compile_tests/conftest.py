@@ -1,5 +1,8 @@
-"""Settings of all tests: reproducible examples, one thread for small models, and `--no-compiler`."""
+"""Settings of all tests: reproducible examples, a cache of the compiler for each run, one thread for small
+models, and `--no-compiler`."""
 
+import os
+import tempfile
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -7,14 +10,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-settings.register_profile(
-    "reproducible",
-    deadline=None,
-    derandomize=True,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.load_profile("reproducible")
+_COMMON = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+settings.register_profile("reproducible", max_examples=40, derandomize=True, **_COMMON)
+settings.register_profile("thorough", max_examples=1000, **_COMMON)
+settings.load_profile("reproducible")  # unless --hypothesis-profile names another one
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,7 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fixtures of a wide scope may compile, too, so `torch.compile` is replaced before any of them runs."""
+    """What one test has compiled all others of the run take over, those of other workers, too. Fixtures of a
+    wide scope may compile, so `torch.compile` is replaced before any of them runs."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="inertiakv-tests-", ignore_cleanup_errors=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+        config.add_cleanup(folder.cleanup)
     if config.getoption("--no-compiler"):
 
         def skip(*_: object, **__: object) -> NoReturn:

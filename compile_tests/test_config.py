@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -118,25 +117,10 @@ def test_what_cannot_be_or_would_be_ignored_is_an_error(options: dict[str, Any],
     "compression,length,budget",
     [
         (0.9, 1000, 100),  # (1 - 0.9) * 1000 is 99.99999999999998 in binary
-        (0.9, 10, 1),
-        (0.9, 19, 1),
-        (0.9, 20, 2),
-        (0.9, 64029, 6402),
         (0.9, 1, 1),
-        (0.99, 100, 1),
-        (0.99, 50, 1),
         (0.7, 10, 3),
-        (0.8, 5, 1),
-        (0.8, 35, 7),
-        (0.1, 10, 9),
-        (0.3, 10, 7),
-        (0.95, 20, 1),
-        (0.95, 2000, 100),
-        (0.0, 17, 17),
         (0, 17, 17),
-        (0.5, 3, 1),
         (1e-05, 100_000, 99_999),
-        (0.999, 1000, 1),
     ],
 )
 def test_budgets_are_exact_in_decimal(compression: float, length: int, budget: int) -> None:
@@ -147,7 +131,6 @@ def test_budgets_are_exact_in_decimal(compression: float, length: int, budget: i
 def test_budgets_are_the_floor_of_the_share_and_at_least_one(thousandths: int, length: int) -> None:
     budget = EvictionConfig(compression=thousandths / 1000).budget_for(length)
     assert budget == max(1, (1000 - thousandths) * length // 1000)
-    assert budget == max(1, math.floor((1 - Decimal(thousandths) / 1000) * length))
 
 
 def test_an_absolute_budget_does_not_depend_on_the_prompt() -> None:
@@ -204,18 +187,12 @@ def test_schedules(options: dict[str, Any], steps: list[int]) -> None:
     assert [step for step in range(1, 20) if EvictionConfig(**options).refreshes_at(step)] == steps
 
 
-def test_named_policies() -> None:
-    assert policy("full") is POLICIES["full"] is None
-    assert policy("inertiakv") == EvictionConfig()
-    assert policy("lazy4") == EvictionConfig(refresh=4)
-    assert policy("score_free") == EvictionConfig(refresh="once")
-    assert policy("cumulative") == EvictionConfig(aggregation="cumulative")
-    assert policy("single") == EvictionConfig(aggregation="single")
-
-
 @pytest.mark.parametrize(
     "name,changes,expected",
     [
+        ("full", {}, None),
+        ("score_free", {}, EvictionConfig(refresh="once")),
+        ("cumulative", {}, EvictionConfig(aggregation="cumulative")),
         ("lazy4", {"compression": 0.5}, EvictionConfig(refresh=4, compression=0.5)),
         ("lazy4", {"budget": 64}, EvictionConfig(refresh=4, budget=64)),
         ("lazy4", {"budget": None}, EvictionConfig(refresh=4)),
@@ -230,7 +207,7 @@ def test_named_policies() -> None:
         ("lazy4", {"layers": [1, 0]}, EvictionConfig(refresh=4, layers=(0, 1))),
     ],
 )
-def test_policies_with_changes(name: str, changes: dict[str, Any], expected: EvictionConfig) -> None:
+def test_policies_with_changes(name: str, changes: dict[str, Any], expected: EvictionConfig | None) -> None:
     assert policy(name, **changes) == expected
 
 

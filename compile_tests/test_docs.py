@@ -9,7 +9,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -163,6 +164,7 @@ def recorded_commands(page: str, folder: Path) -> list[tuple[str, list[str], str
     return [tuple(json.loads(line)) for line in log.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("page", pages_with("bash"))
 def test_commands(
@@ -327,36 +329,28 @@ def test_the_summary_is_the_measured_one() -> None:
     assert [row[1:] for row in table(PAGES["README.md"], "summary")] == expected
 
 
-def test_the_losses_are_the_measured_ones() -> None:
-    full, paper, rehearsed = (
-        score("rehearsal", name, 512, "chains:copy") for name in ("full", "inertiakv", "rehearsed")
+def measured() -> Iterator[tuple[str, list[str]]]:
+    """Figures that stand in the text of a page."""
+    copies = (score("rehearsal", name, 512, "chains:copy") for name in ("full", "inertiakv", "rehearsed"))
+    yield "README.md", [*copies]
+    plan_page = (ROOT / "benchmarks/llama-3.3-70b-plan.md").read_text()
+    fits = rows(plan_page.split("## What fits")[1].split("## How")[0])
+    sessions = [row[8:10] for row in fits if row[1:3] == ["2", "65,000"]]
+    results = re.search(
+        r"held out, .*: (\d+) steps, .* ([\d.]+)% at most", (ROOT / "benchmarks/README.md").read_text()
     )
-    assert f"the score falls from {full} to {paper}" in words("README.md")
-    assert f"scores {rehearsed} on the list" in words("README.md")
-
-
-def test_the_sessions_of_the_largest_backbone_are_the_planned_ones() -> None:
-    plan_page = (ROOT / "benchmarks/llama-3.3-70b-plan.md").read_text(encoding="utf-8")
-    fits = rows(plan_page.split("## What fits")[1].split("## How fast")[0])
-    full, evicted = (row for row in fits if row[1:3] == ["2", "65,000"])
-    assert f"{evicted[9]} sessions instead of {full[9]} if prompts are read" in words("docs/planning.md")
-    assert f"{evicted[8]} instead of {full[8]} if they are read together" in words("docs/planning.md")
-
-
-def test_the_error_of_predictions_is_the_measured_one() -> None:
-    """The page of results is held to its files elsewhere."""
-    results = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
-    found = re.search(r"held out, .*: (\d+) steps, .* ([\d.]+)% at most", results)
-    assert found is not None
-    assert f"Within {float(found[2]):.0f} % of" in words("docs/planning.md")
-    assert f"({found[1]} of 24" in words("docs/planning.md")
-
-
-def test_the_time_of_generate_with_the_cache_is_the_measured_one() -> None:
+    assert len(sessions) == 2
+    assert results is not None
+    yield "docs/planning.md", [*chain(*sessions), results[1], f"{float(results[2]):.0f} %"]
     cpu = contenders("smollm2-135m-cpu-generate")
-    low, full = (cpu["transformers-inertiakv", dtype, 1]["ratio"] for dtype in ("bfloat16", "float32"))
-    said = f"take {low:.2f} (bfloat16) and {full:.2f} (float32) of the time"
-    assert said in words("docs/transformers.md")
+    ratios = (cpu["transformers-inertiakv", dtype, 1]["ratio"] for dtype in ("bfloat16", "float32"))
+    yield "docs/transformers.md", [f"{ratio:.2f}" for ratio in ratios]
+
+
+def test_figures_in_texts_are_measured_ones() -> None:
+    for page, figures in measured():
+        for figure in figures:
+            assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d])", words(page)), (page, figure)
 
 
 def test_the_table_of_speeds_is_the_measured_one() -> None:

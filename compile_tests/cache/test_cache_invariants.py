@@ -11,7 +11,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -182,7 +182,6 @@ def sequences(draw: st.DrawFn, rows: int = 3) -> Sequence:
     return Sequence(lengths, budgets, sinks, recent, draw(kinds), draw(seeds), scope)
 
 
-@settings(max_examples=40)
 @given(sequences(), st.integers(1, 60))
 def test_large_and_single_evictions_keep_the_best_tokens_with_their_k_and_v(
     sequence: Sequence, turn: int
@@ -200,7 +199,6 @@ def test_large_and_single_evictions_keep_the_best_tokens_with_their_k_and_v(
     sequence.evict_all()
 
 
-@settings(max_examples=40)
 @given(sequences(), st.lists(st.booleans(), min_size=3, max_size=3))
 def test_rows_that_have_ended_stay_bit_for_bit(sequence: Sequence, active: list[bool]) -> None:
     sequence.evict_all()
@@ -215,7 +213,6 @@ def test_rows_that_have_ended_stay_bit_for_bit(sequence: Sequence, active: list[
                     assert torch.equal(state.k_LGND, old.k_LGND)
 
 
-@settings(max_examples=40)
 @given(sequences())
 def test_a_row_in_a_batch_is_the_row_alone_bit_for_bit(sequence: Sequence) -> None:
     alone = [sequence.only(row) for row in sequence.rows]

@@ -1,6 +1,7 @@
-"""One check of the decode step as compiled for CUDA, in a process of its own and without a GPU. Prints JSON.
+"""Checks of the decode step as compiled for CUDA, in a process of its own and without a GPU. Prints a list of
+JSON.
 
-    python -m compile_tests.codegen.check lower    --backend flex --refresh --kernels
+    python -m compile_tests.codegen.check lower    --backend flex --refresh --kernels --then lower --sample
     python -m compile_tests.codegen.check numbers  --backend dense --dtype float32 --plant
 
 `lower` compiles the step as `Decoder` does, CUDA graphs and all, up to where they would be recorded: what was
@@ -169,6 +170,8 @@ def first_of(size: int) -> TensorParallel:
 def lower(options: argparse.Namespace) -> dict[str, Any]:
     tp = first_of(options.ranks)
     graphs = Graphs(enabled=True, device=CUDA)
+    counters.clear()
+    pretend.compiled.clear()
     sizes = {**LLAMA_8B, "num_hidden_layers": options.layers}
     sizes |= {"num_attention_heads": options.heads, "num_key_value_heads": options.kv_heads}
     with FakeTensorMode(), torch.no_grad(), fresh_cache(), recorded() as partitions, written() as sources:
@@ -194,7 +197,7 @@ def lower(options: argparse.Namespace) -> dict[str, Any]:
         "region_calls": sum(len(p.region_args(r.name)) for p in code.partitions for r in code.regions),
         "kernels": {name: _contents(code.kernel(name)) for name in code.kernels},
         "largest_buffer": code.largest_buffer(),
-        "compiled": pretend.compiled,
+        "compiled": [*pretend.compiled],
     }
 
 
@@ -370,8 +373,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--window", type=int)
     parser.add_argument("--steps", type=int, default=1)
-    options = parser.parse_args()
-    json.dump(lower(options) if options.check == "lower" else numbers(options), sys.stdout)
+    found, argv = [], sys.argv[1:]
+    while argv:
+        end = argv.index("--then") if "--then" in argv else len(argv)
+        options = parser.parse_args(argv[:end])
+        found.append(lower(options) if options.check == "lower" else numbers(options))
+        argv = argv[end + 1 :]
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ def _unfit() -> str | None:
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(_unfit() is not None, reason=str(_unfit()))]
 
 
-def check(*argv: str) -> dict[str, Any]:
+def check(*checks: str) -> list[dict[str, Any]]:
+    """What these come out with, one after the other in one process."""
+    argv = " --then ".join(checks).split()
     run = subprocess.run(
         [sys.executable, "-m", "compile_tests.codegen.check", *argv],
         cwd=ROOT,
@@ -52,12 +54,11 @@ def check(*argv: str) -> dict[str, Any]:
     return json.loads(run.stdout)
 
 
-QWEN_7B = ("--heads", "28", "--kv-heads", "4")  # 7 query heads a KV head, which is no power of two
+QWEN_7B = "--heads 28 --kv-heads 4"  # 7 query heads a KV head, which is no power of two
 
 
-def lowered(*argv: str, batch: int = 1) -> tuple[list[int], list[dict[str, int]]]:
+def lowered(result: dict[str, Any], batch: int = 1) -> tuple[list[int], list[dict[str, int]]]:
     """Of the kernels of a layer: how many caches (K or V) each one is given, and what it contains."""
-    result = check("lower", *argv, "--batch", str(batch))
     [region], [step] = result["regions"], result["partitions"]
     assert_recordable(result)
     partition = result["recorded"][0]
@@ -75,7 +76,7 @@ def lowered(*argv: str, batch: int = 1) -> tuple[list[int], list[dict[str, int]]
     # logits, one a query head and slot, or one a word of the vocabulary.
     assert result["largest_buffer"] <= batch * max(32 * 6656, 128256) < batch * KV_ELEMENTS / 16
 
-    if "--kernels" in argv:  # they compile for sm_90 without spills
+    if result["compiled"]:  # for sm_90, without spills
         assert {kernel["name"] for kernel in result["compiled"]} == set(result["kernels"])
         for kernel in result["compiled"]:
             assert 0 < kernel["registers"] <= 255
@@ -103,13 +104,17 @@ def assert_attends_in_one_kernel(caches: list[int], kernels: list[dict[str, int]
 
 
 def test_flex_attends_in_one_kernel() -> None:
-    caches, kernels = lowered("--backend", "flex", "--sample", *QWEN_7B, "--kernels", batch=16)
+    (result,) = check(f"lower --backend flex --sample {QWEN_7B} --kernels --batch 16")
+    caches, kernels = lowered(result, batch=16)
+    assert result["compiled"]
     assert [n for n in caches if n] == [1, 1, 2]  # K and V are written, and read by FlexAttention
     assert_attends_in_one_kernel(caches, kernels)
 
 
 def test_flex_scores_in_two_more_kernels() -> None:
-    caches, kernels = lowered("--backend", "flex", "--refresh", "--kernels")
+    (result,) = check("lower --backend flex --refresh --kernels")
+    caches, kernels = lowered(result)
+    assert result["compiled"]
     assert [n for n in caches if n] == [1, 1, 2, 1]  # K is read once more, for the scores
     assert_attends_in_one_kernel(caches, kernels)
     assert len(kernels) <= 12
@@ -120,25 +125,26 @@ def test_flex_scores_in_two_more_kernels() -> None:
 
 
 def test_dense_reads_k_and_v_once_and_scores_in_one_more_kernel() -> None:
-    plain_caches, plain = lowered("--backend", "dense")
-    caches, kernels = lowered("--backend", "dense", "--refresh", "--kernels")
+    scoring, without, copying = check(
+        "lower --backend dense --refresh --kernels",
+        "lower --backend dense",
+        "lower --backend dense --plant --layers 1",
+    )
+    assert scoring["compiled"]
+    (caches, kernels), (plain_caches, plain) = lowered(scoring), lowered(without)
     assert [n for n in plain_caches if n] == [n for n in caches if n] == [1, 1, 1, 1]
     assert len(kernels) == len(plain) + 1
+    with pytest.raises(AssertionError):  # a copy to the host would show
+        assert_recordable(copying)
 
 
 def test_ranks_exchange_within_the_recorded_graph() -> None:
     """Two sums a layer; embedding, utilities and logits once each."""
-    result = check("lower", "--backend", "flex", "--refresh", "--ranks", "2")
+    (result,) = check("lower --backend flex --refresh --ranks 2")
     assert_recordable(result)
     [step], [region] = result["partitions"], result["regions"]
     assert region["collectives"] == ["all_reduce"] * 2
     assert sorted(step["collectives"]) == ["all_gather_into_tensor", "all_reduce", "all_reduce"]
-
-
-def test_a_copy_to_the_host_would_show() -> None:
-    result = check("lower", "--backend", "dense", "--plant", "--layers", "1")
-    with pytest.raises(AssertionError):
-        assert_recordable(result)
 
 
 EXACT = ("positions", "free slots", "history_BC", "token_B", "position_B")
@@ -153,15 +159,14 @@ def assert_same(difference: dict[str, float], tolerance: float) -> None:
 @pytest.mark.parametrize(
     "argv, tolerance",
     [
-        (("--backend", "flex", "--refresh", "--window", "100", "--steps", "2", "--plant"), 1e-5),
-        (("--backend", "flex", "--dtype", "bfloat16", "--sample"), 2e-2),
-        (("--backend", "dense", "--dtype", "bfloat16", "--refresh"), 2e-2),
+        ("--backend flex --refresh --window 100 --steps 2 --plant", 1e-5),
+        ("--backend flex --dtype bfloat16 --sample", 2e-2),
+        ("--backend dense --dtype bfloat16 --refresh", 2e-2),
     ],
-    ids=["flex-refresh-float32", "flex-plain-bfloat16", "dense-refresh-bfloat16"],
 )
-def test_the_interpreted_kernels_compute_what_eager_does(argv: tuple[str, ...], tolerance: float) -> None:
+def test_the_interpreted_kernels_compute_what_eager_does(argv: str, tolerance: float) -> None:
     """Ragged rows, one of them ended, slots in no order and poisoned where empty. Mistakes would show."""
-    found = check("numbers", *argv)
+    (found,) = check(f"numbers {argv}")
     assert_same(found.pop("clean"), tolerance)
     assert len(found) == (3 if "--plant" in argv else 0)
     for difference in found.values():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compile_tests.tiny import (
     assert_same_state,
+    compiled_steps,
     conversation_state,
     fill_with_nan,
     random_prompts,
@@ -86,13 +87,14 @@ def test_an_answer_is_not_overwritten_by_later_steps(compiled: Decoder) -> None:
     assert [a + b for a, b in zip(first.tokens, further.tokens, strict=True)] == whole.tokens
 
 
-def test_sampling_is_the_same_compiled_and_eager(model: Transformer) -> None:
+def test_sampling_is_the_same_compiled_and_eager() -> None:
+    """Sampling sorts, which the compiler leaves to the library: replaying its own loops would not be all."""
+    model = tiny_model(heads=6, kv_heads=2, windows=[None, 40], dtype=torch.float32)
+    decoders = [Decoder(model, LAZY, compile=compile) for compile in (True, False)]
     prompts = random_prompts((200, 31))
-    answers = [
-        Decoder(model, LAZY, compile=compile).generate(prompts, 12, sampling=SAMPLED, eos_token_ids=[]).tokens
-        for compile in (True, False)
-    ]
-    assert answers[0] == answers[1]
+    answers = [decoder.generate(prompts, 12, sampling=SAMPLED, eos_token_ids=[]) for decoder in decoders]
+    assert answers[0].tokens == answers[1].tokens
+    assert not any(replayed.replays for replayed in compiled_steps(decoders[0]).values())
 
 
 def test_garbage_in_unused_slots_changes_nothing(compiled: Decoder) -> None:
@@ -108,17 +110,16 @@ def test_garbage_in_unused_slots_changes_nothing(compiled: Decoder) -> None:
 
 
 @pytest.mark.slow
-def test_flex_and_dense_agree_compiled() -> None:
+def test_flex_compiled_agrees_with_dense() -> None:
     model = tiny_model(heads=14, kv_heads=2, windows=[None, 40], dtype=torch.float32)
     prompts = random_prompts((300, 50, 129))
     runs = {}
     for attention in ("dense", "flex"):
-        decoder = Decoder(model, LAZY, compile=True, attention=attention, prefill_chunk=200)
+        decoder = Decoder(model, LAZY, compile=attention == "flex", attention=attention, prefill_chunk=150)
         runs[attention] = decoder.generate(prompts, 12, eos_token_ids=[])
-        assert runs[attention].stats.graphs.recompiles == 0
     assert runs["dense"].tokens == runs["flex"].tokens
-    assert runs["dense"].stats.graphs.compiled == 1
-    assert runs["flex"].stats.graphs.compiled == 3  # and two lengths of prompt chunks
+    graphs = runs["flex"].stats.graphs
+    assert (graphs.compiled, graphs.recompiles) == (2, 0)  # a step, and a prompt chunk
 
 
 def tokens_of(model: torch.nn.Module, *, compile: bool) -> list[list[int]]:

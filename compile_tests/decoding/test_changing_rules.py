@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from compile_tests.tiny import VOCAB, assert_same_state, decoder_for, random_prompt, set_states, tiny_model
-from inertiakv import POLICIES, Decoder, EvictionConfig, policy
+from inertiakv import Decoder, EvictionConfig, policy
+from inertiakv.attention.forward_state import ForwardState
+from inertiakv.compiling.graphs import Graphs
 from inertiakv.scoring.learned import LearnedScorer, save_scorer
+from inertiakv.scoring.scorers import SCORERS, Evidence
 
 PROMPTS = [random_prompt(110, 0), random_prompt(90, 1)]
 ALIKE = [
@@ -51,13 +55,17 @@ def answer(decoder: Decoder) -> tuple[list[list[int]], list[float], list[int | N
     return out.tokens, out.stats.kept_tokens, out.stats.budgets
 
 
-def test_every_policy_after_every_other_answers_compiled_as_a_new_decoder_does_eagerly() -> None:
-    """The same tokens and counts, and about the same cache, from a graph or two for each form of rule."""
+CHAIN = ("full", "lazy4", "h2o", "tova", "snapkv", "streaming_llm", "lazy4", "single", "tova", "full", "h2o")
+"""Policies of every scope, and of one form two and more."""
+
+
+def test_policies_in_turn_answer_compiled_as_a_new_decoder_does_eagerly() -> None:
+    """The same tokens and counts, and about the same cache, from one graph for each form of rule."""
     model = tiny_model(3, dtype=torch.float32)
     # No token twice: the first layer's keys of equal tokens have equal norms, which rounding tells apart.
     prompts = [random_order(length)[:length] for length in (60, 9, 52)]
     compiled = decoder_for(model, None, compile=True)
-    for name in [*POLICIES, *reversed(POLICIES)]:
+    for name in CHAIN:
         rule = policy(name) if name == "full" else policy(name, budget=40)
         eager = decoder_for(model, rule)
         compiled.use(rule)
@@ -72,10 +80,35 @@ def test_every_policy_after_every_other_answers_compiled_as_a_new_decoder_does_e
             states = set_states(compiled.cache, row), set_states(eager.cache, row)
             for mine, theirs in zip(*states, strict=True):
                 assert_same_state(mine, theirs, 1e-4)
-    forms = {None if config is None else config.graph_key for config in POLICIES.values()}
     graphs = compiled.graphs.stats
-    assert len(forms) <= graphs.compiled <= len(POLICIES)
-    assert (graphs.breaks, graphs.recompiles) == (0, 0)
+    # Steps with the head's scope: those of snapkv, which no longer score, are no part of those that may.
+    assert (graphs.compiled, graphs.breaks, graphs.recompiles) == (6, 0, 0)
+
+
+UNCOMPILED = {"learned", "expected_attention"}
+"""Scorers of test_learned.py, and of prompts."""
+
+
+def scores(q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, weights_BGRN: Tensor, position_BXN: Tensor) -> Any:
+    state = ForwardState(torch.tensor([[80], [60]]), None, "dense", (None,), position_BXN=position_BXN)
+    evidence = Evidence(state, q_BHTD, k_BGND, v_BGND, 0.3, weights_BGRN, torch.tensor([7]))
+    return [scorer(evidence) for name, scorer in SCORERS.items() if name not in UNCOMPILED]
+
+
+@pytest.mark.parametrize("sets", [1, 2])
+def test_scores_are_the_same_compiled(sets: int) -> None:
+    """Of all scorers in one graph."""
+    generator = torch.Generator().manual_seed(0)
+    q_BHTD = torch.randn(2, 4, 1, 8, generator=generator)
+    k_BGND, v_BGND = torch.randn(2, 2, 2, 50, 8, generator=generator)
+    order_BXN = torch.rand(2, sets, 50, generator=generator).argsort(-1).int()
+    position_BXN = torch.where(order_BXN < 40, order_BXN, -1)
+    logits_BGRN = torch.randn(2, 2, 2, 50, generator=generator)
+    weights_BGRN = logits_BGRN.masked_fill((position_BXN < 0)[:, :, None], -torch.inf).softmax(-1)
+    args, graphs = (q_BHTD, k_BGND, v_BGND, weights_BGRN, position_BXN), Graphs(True, torch.device("cpu"))
+    compiled = graphs.run(("scores", sets), scores, *args, capture=False)
+    torch.testing.assert_close(compiled, scores(*args), rtol=1e-5, atol=1e-6)
+    assert (graphs.stats.compiled, graphs.stats.breaks) == (1, 0)
 
 
 def test_rules_of_one_form_share_their_graphs() -> None:

@@ -26,15 +26,12 @@ MODEL = tiny_model(7)
 EVICTING = [name for name, config in POLICIES.items() if config is not None]
 
 
-@pytest.mark.parametrize("budget", [1, 40, 63])
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name, budget", [("inertiakv", 1), ("h2o", 63), *((name, 40) for name in EVICTING)])
 def test_positions_are_those_of_the_whole_sequence_whatever_was_evicted(name: str, budget: int) -> None:
     spy, rule = Spy(MODEL), policy(name)
     assert rule is not None
-    if budget < rule.sinks + rule.recent:
-        budget = 32 + rule.sinks
     decoder = decoder_for(spy, policy(name, budget=budget), prefill_chunk=24)
-    tokens = decoder.generate(random_prompt(64), 41).tokens[0]
+    tokens = decoder.generate(random_prompt(64), 21).tokens[0]
     prompt, answer = spy.positions[:3], spy.positions[3:]
     assert [p for chunk in prompt for p in chunk[0]] == list(range(64))
     if rule.scorer == "reconstruction":
@@ -47,10 +44,10 @@ def test_positions_are_those_of_the_whole_sequence_whatever_was_evicted(name: st
             assert first in ([[64]], [list(range(64, 65 + rule.draft))])
             assert steps == [[[64 + t]] for t in range(1, rule.draft)]
         assert answer[0] == [list(range(64, 65 + rule.draft))]
-        answer[0], spy.tokens[-40] = [[64]], [spy.tokens[-40][0][:1]]
-    assert answer == [[[64 + t - 1]] for t in range(1, 41)]
-    assert spy.tokens[-40:] == [[[token]] for token in tokens[:-1]]
-    assert decoder.stats.sequence_tokens == [104]
+        answer[0], spy.tokens[-20] = [[64]], [spy.tokens[-20][0][:1]]
+    assert answer == [[[64 + t - 1]] for t in range(1, 21)]
+    assert spy.tokens[-20:] == [[[token]] for token in tokens[:-1]]
+    assert decoder.stats.sequence_tokens == [84]
 
 
 @pytest.mark.parametrize("steps", [1, 4, 5, 9])
@@ -62,27 +59,27 @@ def test_refreshes_are_those_of_the_schedule(steps: int, refresh: int | str, com
     assert stats.refreshes == (1 if refresh == "once" else math.ceil(steps / int(refresh)))
 
 
-@pytest.mark.parametrize("refresh", [1, 4, "once"])
-@pytest.mark.parametrize("budget", [109, 110, 10**6])
+@pytest.mark.parametrize("refresh", [4, "once"])
+@pytest.mark.parametrize("budget", [69, 70, 10**6])
 def test_a_budget_for_everything_is_the_full_cache_bit_for_bit(budget: int, refresh: int | str) -> None:
     full, roomy = (
         decoder_for(MODEL, config) for config in (None, EvictionConfig(budget=budget, refresh=refresh))
     )
-    expected, out = (decoder.generate(random_prompt(50), 60) for decoder in (full, roomy))
+    expected, out = (decoder.generate(random_prompt(50), 20) for decoder in (full, roomy))
     assert out.tokens == expected.tokens
     assert not out.stats.evicted
-    assert out.stats.kept_tokens == [109]
+    assert out.stats.kept_tokens == [69]
     mine, theirs = conversation_state(roomy), conversation_state(full)
-    assert mine.kept == theirs.kept == list(range(109))
+    assert mine.kept == theirs.kept == list(range(69))
     assert torch.equal(mine.k_LGND, theirs.k_LGND)
     assert torch.equal(mine.v_LGND, theirs.v_LGND)
 
 
-@pytest.mark.parametrize("new_tokens", [1, 2, 60])
-@pytest.mark.parametrize("budget", [1, 2, 20, 49, 50, 51, 80])
+@pytest.mark.parametrize("new_tokens", [1, 2, 30])
+@pytest.mark.parametrize("budget", [1, 20, 49, 50, 51, 60])
 def test_no_more_than_the_budget_is_kept(budget: int, new_tokens: int) -> None:
     decoder = decoder_for(MODEL, EvictionConfig(budget=budget))
-    for seed in range(3):  # a request does not leave the next one with the full cache
+    for seed in range(2):  # a request does not leave the next one with the full cache
         stats = decoder.generate(random_prompt(50, seed), new_tokens).stats
         assert stats.kept_tokens[0] <= budget
         assert stats.kept_tokens[0] == min(budget, stats.sequence_tokens[0])
@@ -106,7 +103,7 @@ def written_out(
     return answer, oracle.kept()
 
 
-@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 257])
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129])
 @pytest.mark.parametrize("surplus", [-1, 0, 1])
 def test_prompts_about_as_long_as_budget_and_buffers(length: int, surplus: int) -> None:
     rule = Rule(budget=max(1, length + surplus), refresh=2)
@@ -116,10 +113,11 @@ def test_prompts_about_as_long_as_budget_and_buffers(length: int, surplus: int) 
     assert conversation_state(decoder).kept == kept
 
 
-@pytest.mark.parametrize("length", [125, 126, 127, 128, 129])
+@pytest.mark.parametrize("length", [126, 127, 128])
 def test_answers_that_end_about_where_a_buffer_does(length: int) -> None:
-    answer, _ = written_out(MODEL, None, random_prompt(length), 130)
-    for new_tokens in (1, 2, 3, 4, 130):
+    most = 130 if length == 127 else 3
+    answer, _ = written_out(MODEL, None, random_prompt(length), most)
+    for new_tokens in (1, 2, 3, most):
         decoder = decoder_for(MODEL, None)
         assert decoder.generate(random_prompt(length), new_tokens).tokens == [answer[:new_tokens]]
 
@@ -147,11 +145,11 @@ def test_the_size_of_prefill_chunks_changes_nothing(chunk: int) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_answering_in_parts_is_answering_at_once(name: str) -> None:
     decoder = decoder_for(MODEL, None if name == "full" else policy(name, budget=36))
-    expected = decoder.generate(random_prompt(50), 40).tokens[0]
+    expected = decoder.generate(random_prompt(50), 20).tokens[0]
     assert decoder.cache is not None
     states = set_states(decoder.cache)
     decoder.prefill(random_prompt(50))
-    parts = [decoder.decode(n).tokens[0] for n in (1, 1, 5, 13, 20)]
+    parts = [decoder.decode(n).tokens[0] for n in (1, 1, 5, 13)]
     assert [token for part in parts for token in part] == expected
     for state, other in zip(set_states(decoder.cache), states, strict=True):
         assert_same_state(state, other, tolerance=1e-10)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from compile_tests.examples import share
 from compile_tests.tiny_chat import tiny_tokenizer
 from inertiakv.evals import chains
 from inertiakv.evals.chains import FEWEST_STEPS, TASKS
@@ -69,7 +70,7 @@ ANSWERS: dict[str, Callable[[Sample, int], list[str]]] = dict(
 
 @pytest.mark.parametrize("name", TASKS)
 @given(length=st.integers(1200, 5000), index=st.integers(0, 1000), seed=st.integers(0, 5))
-@settings(max_examples=12)
+@share(8)
 def test_answers_follow_from_the_prompt_and_fill_the_length(
     name: str, length: int, index: int, seed: int
 ) -> None:

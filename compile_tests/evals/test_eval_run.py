@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compile_tests.evals.fake_benchmarks import NEW_TOKENS, FakeDataTask, FakeTask, letters
 from compile_tests.evals.results import make_record
+from compile_tests.examples import share
 from compile_tests.tiny_chat import set_eos, tiny_chat
 from inertiakv import Decoder, EvictionConfig, policy
 from inertiakv.cache import memory
@@ -333,6 +334,7 @@ def test_a_prompt_is_read_once_for_all_rules(loaded: Any, monkeypatch: pytest.Mo
     assert calls == [("prefill", 2), *others] * 2 + [("prefill", 1), *others]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filled", [False, True])
 def test_a_sample_s_record_does_not_depend_on_its_batch(loaded: Any, filled: bool) -> None:
     tasks = [made(loaded, "made:long"), FakeDataTask()]
@@ -362,7 +364,7 @@ def test_batches_are_of_similar_lengths_where_data_decide(loaded: Any) -> None:
     assert [r.prompt_tokens for r in records] == sorted(r.prompt_tokens for r in records)
 
 
-@settings(max_examples=25)
+@share(4)
 @given(st.integers(0, 2**32 - 1))
 def test_what_is_done_is_not_done_again(loaded: Any, done: int) -> None:
     groups, rules = make_groups([made(loaded)], [100], 4), some_rules("full", "inertiakv", "lazy4")

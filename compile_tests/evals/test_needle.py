@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compile_tests.tiny_chat import tiny_tokenizer
@@ -32,7 +32,6 @@ def grid(kind: str = "llama", essays: Any = ESSAYS, **options: Any) -> needle.Ne
     seed=st.integers(0, 3),
     turn=st.integers(0, 2),
 )
-@settings(max_examples=40)
 def test_the_needle_is_whole_and_the_length_kept(
     length: int, depth: int, kind: str, seed: int, turn: int
 ) -> None:

@@ -7,9 +7,10 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from compile_tests.examples import share
 from compile_tests.tiny_chat import BOS, tiny_tokenizer
 from inertiakv.evals.essays import Essays, load_essays
 from inertiakv.evals.prompting import Prompting
@@ -64,7 +65,7 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize("name", MADE)
-@settings(max_examples=25)
+@share(2)
 @given(seed=SEEDS, length=LENGTHS, index=INDICES)
 def test_lengths(name: str, seed: int, length: int, index: int) -> None:
     sample = made(name, seed, length, index)
@@ -142,7 +143,7 @@ UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a
 
 
 @pytest.mark.parametrize("name", NEEDLES)
-@settings(max_examples=25)
+@share(2)
 @given(seed=SEEDS, length=LENGTHS, index=INDICES)
 def test_every_needle_is_there_once(name: str, seed: int, length: int, index: int) -> None:
     needles = NEEDLES[name]
@@ -173,7 +174,7 @@ def test_every_needle_is_there_once(name: str, seed: int, length: int, index: in
 
 @pytest.mark.parametrize("name", [name for name in NEEDLES if NEEDLES[name].haystack != "needle"])
 @given(seed=SEEDS, length=st.integers(512, 2000), index=INDICES)
-@settings(max_examples=8)
+@share(5)
 def test_the_haystack_is_whole_without_its_needles(name: str, seed: int, length: int, index: int) -> None:
     sample = made(name, seed, length, index)
     haystack = LINE.sub("", sample.prompt.split("\n", 1)[1].rsplit("\n", 1)[0]).split()
@@ -263,7 +264,7 @@ def test_a_question_for_four_needles() -> None:
 ASSIGNMENT = re.compile(r"^VAR ([A-Z]+) = (?:VAR )?(\w+) ?$", re.MULTILINE)
 
 
-@settings(max_examples=25)
+@share(2)
 @given(seed=SEEDS, length=LENGTHS, index=INDICES)
 def test_the_chain_leads_to_the_value(seed: int, length: int, index: int) -> None:
     sample = made("vt", seed, length, index)
@@ -333,7 +334,7 @@ def listed(text: str) -> list[str]:
     return parts[2::2]
 
 
-@settings(max_examples=25)
+@share(2)
 @given(seed=SEEDS, length=st.integers(512, 9000), index=INDICES)
 def test_ten_words_are_more_common(seed: int, length: int, index: int) -> None:
     sample = made("cwe", seed, length, index)
@@ -365,7 +366,7 @@ def test_common_words_end_where_there_are_no_more(monkeypatch: pytest.MonkeyPatc
     assert used(sample) <= 4096
 
 
-@settings(max_examples=25)
+@share(2)
 @given(seed=SEEDS, length=LENGTHS, index=INDICES)
 def test_three_words_come_after_the_dots(seed: int, length: int, index: int) -> None:
     sample = made("fwe", seed, length, index)

@@ -7,9 +7,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from compile_tests.examples import share
 from inertiakv.evals.essays import load_essays
 from inertiakv.evals.ruler import make
 from inertiakv.evals.ruler import qa as ruler_qa
@@ -81,7 +82,7 @@ def documents(prompt: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25)
+@share(2)
 @given(length=st.integers(512, 2500), index=st.integers(0, ARTICLES - 1))
 def test_documents(tasks: dict[str, Generated], name: str, length: int, index: int) -> None:
     task = tasks[name]

@@ -16,7 +16,7 @@ from compile_tests.integrations.hf import (
     prompts,
 )
 from inertiakv import EvictionConfig, policy
-from inertiakv.integrations.layerwise import ROOM
+from inertiakv.integrations import layerwise
 from inertiakv.integrations.transformers import InertiaCache
 
 RULES = {
@@ -62,17 +62,17 @@ def check(
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_every_family_gives_the_decoders_tokens(family: str) -> None:
-    check(family, RULES["inertiakv"], [prompts(60)], 24)
+    check(family, RULES["inertiakv"], [prompts(60)], 12)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_gives_the_decoders_tokens_in_padded_batches(rule: str) -> None:
-    check("llama", RULES[rule], [prompts(60, 33, 47)], 24)
+    check("llama", RULES[rule], [prompts(60, 33, 47)], 12)
 
 
 @pytest.mark.parametrize("rule", ["inertiakv", "window", "h2o", "snapkv", "adakv", "score_free"])
 def test_a_further_generate_is_a_further_turn(rule: str) -> None:
-    check("qwen3", RULES[rule], [prompts(60, 33), prompts(21, 9, seed=4), prompts(5, 6, seed=5)], 10)
+    check("qwen3", RULES[rule], [prompts(60, 33), prompts(21, 9, seed=4), prompts(5, 6, seed=5)], 5)
 
 
 @pytest.mark.parametrize("rule", ["inertiakv", "lazy", "window", "snapkv"])
@@ -143,11 +143,11 @@ def test_memory_is_given_back() -> None:
     assert cache.kept_tokens == [100]
 
 
-def test_the_cache_grows_where_nothing_is_evicted() -> None:
-    new = ROOM + 200
-    cache = check("llama", EvictionConfig(budget=3000, refresh="once"), [prompts(20)], new, positions=1024)
+def test_the_cache_grows_where_nothing_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layerwise, "ROOM", 40)
+    cache = check("llama", EvictionConfig(budget=3000, refresh="once"), [prompts(20)], 150, positions=1024)
     assert cache.slots is not None
-    assert cache.slots.shape.slots < 2 * ROOM + 150
+    assert cache.slots.shape.slots == 256
 
 
 def test_padding_of_a_row_that_ended_is_forgotten() -> None:

@@ -115,6 +115,7 @@ def test_a_checkpoint_is_the_published_one(name: str) -> None:
     assert 2 * sum(parameter.numel() for parameter in model.parameters()) == published.total_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKBONES)
 def test_every_tensor_of_the_index_is_taken(tmp_path: Path, name: str) -> None:
     """By the loader, down to the last expert; of two layers, since reading many headers takes long."""

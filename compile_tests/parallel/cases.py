@@ -76,7 +76,7 @@ RULES = {
 }
 if importlib.util.find_spec("torchao"):
     RULES["int8"] = Case("qwen2", policy("lazy2", budget=12), quantize="int8")
-COMPILED = {"compiled": Case("qwen2", policy("lazy2", budget=12), dtype="float32", compile=True)}
+COMPILED = {"compiled": Case("qwen2", policy("inertiakv", budget=12), dtype="float32", compile=True)}
 BY_SIZE = {2: FAMILIES | RULES | COMPILED, 4: FAMILIES}
 """What so many ranks run."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compile_tests.tiny import decoder_for, random_prompt, tiny_model
@@ -68,7 +68,6 @@ def chi_square(observed: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -
     return float((statistic - freedom) / math.sqrt(2 * freedom))
 
 
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**40),
     size=st.integers(1, 40),

@@ -226,6 +226,7 @@ def test_page_of_this_checkout_is_what_its_files_give() -> None:
     assert (folder / "README.md").read_text() == bench_table.make_page(folder)
 
 
+@pytest.mark.slow
 def test_compiled_without_what_only_other_scripts_need() -> None:
     """As on a bare machine: neither the command-line packages nor an installed checkout."""
     program = (
@@ -273,6 +274,7 @@ def test_context_may_exceed_positions(capsys: pytest.CaptureFixture[str]) -> Non
     assert by_name(result)["full"]["kept_tokens"] > 600
 
 
+@pytest.mark.slow
 def test_a_prompt_that_does_not_fit_is_taken_as_evicted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +291,7 @@ def test_a_prompt_that_does_not_fit_is_taken_as_evicted(
     assert "nothing could be measured: full" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_merged_results_stand_beside_new_ones(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file, argv = tmp_path / "other.json", ["--against", "none", "--policies"]
     other = run(capsys, *argv, "score_free", "--out", str(file))

@@ -229,18 +229,8 @@ def test_what_takes_a_while_is_told_on_a_line_of_its_own(
 
 
 def test_sampling(cli: Cli) -> None:
-    argv: tuple[object, ...] = (
-        "--prompt",
-        TEXT,
-        "--max-new-tokens",
-        16,
-        "--json",
-        "--temperature",
-        1.5,
-        "--top-k",
-        50,
-    )
-    argv += ("--top-p", 0.95, "--min-p", 0.01)
+    argv = ("--prompt", TEXT, "--json", *["--max-new-tokens", "16", "--temperature", "1.5", "--top-k", "50"])
+    argv += ("--top-p", "0.95", "--min-p", "0.01")
     first, again, other = (cli(*argv, "--seed", seed).json["rows"][0]["token_ids"] for seed in (1, 1, 2))
     assert first == again != other
 
@@ -618,21 +608,18 @@ def test_our_own_mistakes_are_not_hidden(cli: Cli, monkeypatch: pytest.MonkeyPat
 # ----------------------------------------------------------------------------------------------------------
 
 
-def program(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """As a user runs it, from any folder, whether the checkout is installed or not."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, str(ROOT / "scripts" / "decode.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
-
-
+@pytest.mark.slow
 def test_program(folder: Path, tmp_path: Path) -> None:
-    argv = ("--model", str(folder), "--prompt", TEXT, "--max-new-tokens", "3", "--no-compile", "--json")
-    result = program(*argv, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["rows"][0]["finish_reason"] == "length"
-    wrong = program("--prompt", "a", "--budget", "0", cwd=tmp_path)
+    """As a user runs it, from any folder, whether the checkout is installed or not. That the answer is too
+    long is found once the model is loaded."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(ROOT / "scripts" / "decode.py"), "--model", str(folder), "--no-compile"]
+    command += ["--prompt", TEXT, "--max-new-tokens", "5000"]
+    wrong = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
+    )
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr == "error: budget must be a whole number of at least 1, got 0\n"
+    assert re.search(r"^error: .* new tokens fit", wrong.stderr, re.MULTILINE)
 
 
 @pytest.mark.real

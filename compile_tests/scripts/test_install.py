@@ -61,6 +61,7 @@ def test_a_wheel_has_one_package_with_everything_in_it(installed: Path) -> None:
     assert list((installed / "inertiakv" / "benchmarks").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_an_installed_command(installed: Path, tmp_path: Path) -> None:
     """`inertiakv plan` reads measurements that come with the package."""
     (entry,) = installed.glob("*.dist-info/entry_points.txt")

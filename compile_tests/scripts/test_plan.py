@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from compile_tests.examples import share
 from inertiakv import POLICIES, Decoder, EvictionConfig, policy
 from inertiakv.cache import memory as available
 from inertiakv.cache.budgets import Budgets
@@ -146,7 +147,7 @@ def test_quantised_weights_take_a_byte() -> None:
 # --- how fast
 
 
-@settings(max_examples=25)
+@share(2)
 @given(
     context=st.integers(100, 20_000),
     compression=st.floats(0.01, 0.98),
@@ -172,7 +173,7 @@ def test_more_evicted_is_never_worse(
         assert most <= max(0, memory_bytes - footprint.weights) / footprint.decode_cache
 
 
-@settings(max_examples=25)
+@share(2)
 @given(rows=st.integers(1, 60), context=st.integers(1, 400), gb=st.floats(0.1, 100), faster=st.floats(1, 9))
 def test_more_takes_longer_and_nothing_beats_the_limit(
     rows: int, context: int, gb: float, faster: float
@@ -460,6 +461,7 @@ def test_errors_are_one_line(argv: str, message: str, capsys: pytest.CaptureFixt
     assert message in line
 
 
+@pytest.mark.slow
 def test_the_page_on_the_largest_backbone_is_what_its_command_gives() -> None:
     """Run that command again where it is not."""
     page = (ROOT / "benchmarks" / "llama-3.3-70b-plan.md").read_text()

@@ -111,6 +111,7 @@ def test_a_package_that_is_missing(cli: Cli, tmp_path: Path, monkeypatch: pytest
 # ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_help(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(ROOT / "scripts" / "eval.py"), "--help"]

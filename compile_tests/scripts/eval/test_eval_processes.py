@@ -21,6 +21,7 @@ from inertiakv.scripts import eval as script
 from inertiakv.scripts.evaluating.process import Process
 
 
+@pytest.mark.slow
 def test_processes_share_a_run_and_others_go_on_with_it(
     cli: Cli, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,18 +131,18 @@ def test_a_budget_in_tokens_and_prompts_as_they_are(cli: Cli, tmp_path: Path) ->
 @pytest.mark.usefixtures("nothing_compiled_yet")
 def test_a_compiled_run_says_the_same(cli: Cli, tmp_path: Path) -> None:
     """With batches filled up, and graphs that serve one batch after another."""
-    argv = (
+    argv = [
         "--tasks",
         "made:long",
         "--lengths",
-        100,
+        "100",
         "--samples",
-        5,
+        "5",
         "--policies",
         "full,lazy2",
         "--batch",
-        2,
-    )
+        "2",
+    ]
     eager, compiled = (
         cli(*argv, "--out", tmp_path / name, compile=name == "compiled") for name in ("eager", "compiled")
     )

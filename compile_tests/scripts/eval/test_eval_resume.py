@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from compile_tests.evals.fake_benchmarks import FakeDataTask, FakeTask
+from compile_tests.examples import share
 from compile_tests.scripts.eval.folders import ARGV, Cli, contents, run_meta
 from inertiakv.evals.records import Record, RecordFile, read_records
 from inertiakv.evals.reporting.runs import combine, read_run
 from inertiakv.scripts import report
 
 
-@settings(max_examples=8)
+@pytest.mark.slow
+@share(20)
 @given(share=st.floats(0, 1), left=st.sampled_from(["both", "meta"]))
 @example(share=0.0, left="both")
 @example(share=1.0, left="both")
@@ -47,7 +49,7 @@ def test_a_run_that_was_killed_goes_on_and_ends_as_if_it_had_not_been(
     assert len(run_meta(out).get("resumed", [])) == (left != "none")
 
 
-@pytest.mark.parametrize("answered", [0, 1, 7, 12, 26])
+@pytest.mark.parametrize("answered", [0, 7, 26])
 def test_a_run_that_breaks_off_leaves_what_it_has_done(
     answered: int, cli: Cli, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +130,7 @@ def more(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answered", [0, 10])
 def test_a_run_is_extended_and_may_be_stopped_at_that(
     answered: int, cli: Cli, whole: Path, more: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
