@@ -36,6 +36,8 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+from tqdm import tqdm
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
 from inertiakv.compiling.collectives import TensorParallel
@@ -43,8 +45,9 @@ from inertiakv.decoding.tensor_parallel import check_rule
 from inertiakv.evals import registry
 from inertiakv.evals.essays import Essays, load_essays
 from inertiakv.evals.prompting import Prompting
-from inertiakv.evals.records import Record, means
-from inertiakv.evals.rules import Rule, choose_rules
+from inertiakv.evals.records import Mean, Record, means
+from inertiakv.evals.reporting.table import aligned
+from inertiakv.evals.rules import Rule, choose_rules, label
 from inertiakv.evals.run import Evaluation, count, make_groups
 from inertiakv.evals.run_meta import NAME, read_meta
 from inertiakv.models.parallel import init_tensor_parallel
@@ -55,7 +58,6 @@ from inertiakv.scripts.cli.machine import check_device, loading
 from inertiakv.scripts.cli.program import say
 from inertiakv.scripts.evaluating import meta
 from inertiakv.scripts.evaluating.process import Process, run
-from inertiakv.scripts.evaluating.progress import note, summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +182,7 @@ def ask(args: Arguments, asked: Asked, tp: TensorParallel) -> tuple[list[Record]
             batch=process.batch(groups, args.batch),
             compile=args.compile,
             attention=args.attention,
-            on_compile=lambda what: note(f"compiling the {what} ..."),
+            on_compile=lambda what: tqdm.write(f"compiling the {what} ...", file=sys.stderr),
         )
         about = {
             **meta.describe(args.command, config(args), evaluation, rules, groups, essays),
@@ -263,6 +265,17 @@ def report(args: OutputOptions, records: Sequence[Record], rules: Sequence[Rule]
         else:
             print(summary(scores, list(map(str, rules))))
     say(f"{len(records):,} of {total:,} records are in {args.out}")
+
+
+def summary(means: Sequence[Mean], rules: Sequence[str]) -> str:
+    """A line for each rule, a column for each task; scores in percent."""
+    columns: dict[str, dict[str, Mean]] = {}
+    for mean in means:
+        name = mean.task if mean.length is None else f"{mean.task} {mean.length:,}"
+        columns.setdefault(name, {})[label(mean.policy, mean.compression, mean.budget)] = mean
+    counts = (f"{next(iter(column.values())).n:,}" for column in columns.values())
+    scores = ([rule, *(f"{100 * of[rule].score:.1f}" for of in columns.values())] for rule in rules)
+    return "\n".join(aligned([["rule", *columns], ["samples", *counts], *scores]))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
-from inertiakv import policy
+from inertiakv import EvictionConfig, policy
 from inertiakv.compiling.collectives import TensorParallel
 from inertiakv.decoding.tensor_parallel import check_rule
 from inertiakv.evals.reporting import figures
@@ -37,16 +38,26 @@ from inertiakv.models.checkpoint import read_config as read_model_config
 from inertiakv.models.config import parse_dtype
 from inertiakv.models.hub import find_config
 from inertiakv.requests.prompts import check_positions
+from inertiakv.scripts.benchmarking import traffic
 from inertiakv.scripts.benchmarking.shapes import SHAPES
 from inertiakv.scripts.cli import program
 from inertiakv.scripts.cli.arguments import Count, Counts, Option, Switch, parse
-from inertiakv.scripts.planning import check, devices, report
-from inertiakv.scripts.planning.devices import Link
-from inertiakv.scripts.planning.plans import FULL, Plan
-from inertiakv.scripts.planning.speed import Machine, Shares
+from inertiakv.scripts.planning import check, report
+from inertiakv.scripts.planning.memory import Footprint, Shard, make_footprint, make_shard
+from inertiakv.scripts.planning.report import FULL
+from inertiakv.scripts.planning.speed import (
+    THIS,
+    Link,
+    Machine,
+    Shares,
+    choose_device,
+    decode_step,
+    rehearsal,
+)
 
 ALL_REDUCE_LATENCY = 10e-6
 """Seconds that an all-reduce takes however small it is."""
+COMPRESSIONS = (0.0, 0.25, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 0.99)
 MOST = dict.fromkeys(("memory_gb", "bandwidth_gb_per_s", "tflops", "interconnect_gb_per_s"), 1e15)
 MOST |= {"usable": 1, "share": 1}
 """The largest value of options that must be above 0."""
@@ -154,9 +165,150 @@ def make(args: Arguments) -> dict[str, Any]:
     for count in args.ranks:
         check_rule(rule, parallel.share(config, TensorParallel(size=count))[1])
     machine = make_machine(args, args.quantize or str(dtype).removeprefix("torch."))
-    asked = {name: getattr(args, name) for name in ("quantize", "usable", "policy", "ranks", "new_tokens")}
-    plan = Plan(args.model, config, dtype, machine, rule, args.context, args.batch, **asked)
-    return {**plan.as_json(), "command": args.command}
+    return Plan(args, config, dtype, machine, rule).as_json()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every number of ranks with every context and batch, with a policy and the full cache."""
+
+    args: Arguments
+    config: ModelConfig
+    dtype: torch.dtype
+    machine: Machine
+    rule: EvictionConfig | None
+
+    @property
+    def available(self) -> float:
+        return self.args.usable * self.machine.device.memory
+
+    def as_json(self) -> dict[str, Any]:
+        """Raises ValueError for what cannot be split, or evicted to its budget."""
+        args, device = self.args, self.machine.device
+        shards = {
+            ranks: make_shard(self.config, self.dtype, args.quantize, ranks) for ranks in {1, *args.ranks}
+        }
+        rules = {FULL: None, args.policy: self.rule}
+        footprints = {
+            (ranks, context, name): make_footprint(shards[ranks], context, args.new_tokens, rules[name])
+            for ranks, context, name in product(args.ranks, args.context, rules)
+        }
+        return {
+            "model": {
+                "name": args.model,
+                "dtype": str(self.dtype).removeprefix("torch."),
+                "quantize": args.quantize,
+                "parameters": shards[1].parameters,
+                "weight_bytes": shards[1].weight_bytes,
+                "kv_bytes_per_token": traffic.kv_bytes(self.config, [1], self.dtype),
+            },
+            "device": {
+                "name": device.name,
+                "memory_bytes": round(device.memory),
+                "usable": args.usable,
+                "bytes_per_second": round(device.bandwidth),
+                "flops_per_second": device.flops.get(self.dtype.itemsize),
+                "interconnect_bytes_per_second": self.machine.link and self.machine.link.bandwidth,
+            },
+            "shares": vars(self.machine.shares),
+            "rooms": [self._setting(*key) | self._memory(fp) for key, fp in footprints.items()],
+            "steps": [
+                self._setting(ranks, context, name) | self._step(footprints[ranks, context, name], batch)
+                for ranks, context, batch, name in product(args.ranks, args.context, args.batch, rules)
+            ],
+            "sweep": [
+                self._setting(ranks, context, args.policy) | point
+                for ranks, context in product(args.ranks, args.context)
+                for point in self._sweep(shards[ranks], context)
+            ],
+            "notes": self.notes(),
+            "command": args.command,
+        }
+
+    def _setting(self, ranks: int, context: int, name: str) -> dict[str, Any]:
+        return {"ranks": ranks, "context": context, "new_tokens": self.args.new_tokens, "policy": name}
+
+    def _memory(self, footprint: Footprint) -> dict[str, Any]:
+        """What a row takes on each rank, and how many fit."""
+        return {
+            "kept_tokens": footprint.kept,
+            "slots": footprint.slots,
+            "weight_bytes": footprint.weights,
+            "bytes_a_row": {
+                "prompt_cache": footprint.prompt_cache,
+                "decode_cache": footprint.decode_cache,
+                "workspace": footprint.workspace,
+            },
+            "largest_batch": footprint.most_together(self.available),
+            "sessions": footprint.most_one_by_one(self.available),
+        }
+
+    def _step(self, footprint: Footprint, batch: int) -> dict[str, Any]:
+        """What so many rows take on each rank, and how fast they are decoded by all."""
+        step = decode_step(footprint, batch, self.machine)
+        sizes = {"together": footprint.together(batch), "one by one": footprint.one_by_one(batch)}
+        fits = next((how for how, size in sizes.items() if size <= self.available), "no")
+        rehearsed_rows = 1 if fits == "one by one" else batch
+        return {
+            "batch": batch,
+            "bytes_read_together": sizes["together"],
+            "bytes_read_one_by_one": sizes["one by one"],
+            "fits": fits,
+            "limit_ms": 1000 * step.limit,
+            "ms": 1000 * step.seconds,
+            "parts_ms": {part: 1000 * seconds for part, seconds in step.parts.items()},
+            "bottleneck": step.bottleneck,
+            "tokens_per_second": batch / step.seconds,
+            "rehearsal_ms": 1000 * rehearsal(footprint, rehearsed_rows, self.machine),
+        }
+
+    def _sweep(self, shard: Shard, context: int) -> Iterator[dict[str, Any]]:
+        """The policy at one compression after the other: how many sessions fit, and how fast they are."""
+        if self.rule is None:
+            return
+        for compression in COMPRESSIONS:
+            try:
+                eviction = policy(self.args.policy, compression=compression)
+                footprint = make_footprint(shard, context, self.args.new_tokens, eviction)
+            except ValueError:  # less is kept than the rule protects
+                continue
+            sessions = footprint.most_one_by_one(self.available)
+            speeds = [n / decode_step(footprint, n, self.machine).seconds for n in (1, max(1, sessions))]
+            yield {
+                "compression": compression,
+                "largest_batch": footprint.most_together(self.available),
+                "sessions": sessions,
+                "tokens_per_second_of_one": speeds[0],
+                "tokens_per_second_of_all": speeds[1] if sessions else 0.0,
+            }
+
+    def notes(self) -> list[str]:
+        """What a reader should know of where the numbers come from."""
+        device, source, rule = self.machine.device, self.machine.shares.source, self.rule
+        ranks, kv_heads = max(self.args.ranks), self.config.num_kv_heads
+        said = []
+        if source != "given" and f"on {device.kind} " not in source:
+            said.append(
+                f"nothing was measured on {device.kind} yet: the shares are those of another kind of device"
+            )
+        if device.kind == "cuda" and device.name != THIS:
+            said.append("a bandwidth from a data sheet is more than programs read with")
+        if ranks > 1 and self.machine.link is None:
+            said.append("all-reduces take no time here: see --interconnect-gb-per-s")
+        if ranks > kv_heads:
+            said.append(f"{kv_heads} KV heads are fewer than ranks: each is on several")
+        if rule is None:
+            return said
+        for context in self.args.context:
+            if rule.budget is not None and rule.budget >= context:
+                said.append(f"a budget of {rule.budget:,} tokens evicts nothing of a context of {context:,}")
+        if rule.draft and (rule.budget or 0) < max(self.args.context):
+            said.append("rehearsal ms: all drafts, once an answer; of all rows or, one by one, of each")
+        if rule.allocation in ("adaptive", "model"):
+            said.append(
+                "buffers are at least as large as said: the fullest set decides, which a prompt tells"
+            )
+        return said
 
 
 def make_machine(args: DeviceOptions, weights_in: str) -> Machine:
@@ -171,7 +323,7 @@ def make_machine(args: DeviceOptions, weights_in: str) -> Machine:
         if max(args.ranks) == 1:
             raise ValueError("--interconnect-gb-per-s has no effect with one rank")
         link = Link(1e9 * args.interconnect_gb_per_s, ALL_REDUCE_LATENCY)
-    device = devices.choose(args.device, args.memory_gb, args.bandwidth_gb_per_s, args.tflops)
+    device = choose_device(args.device, args.memory_gb, args.bandwidth_gb_per_s, args.tflops)
     if args.share is not None:
         return Machine(device, Shares(args.share, args.share, None, "given"), link)
     return Machine(device, check.shares_for(device.kind, weights_in), link)

@@ -25,11 +25,10 @@ from inertiakv.scripts import plan
 from inertiakv.scripts.benchmarking import results, traffic
 from inertiakv.scripts.benchmarking.shapes import SHAPES, random_model, shape
 from inertiakv.scripts.cli import arguments
-from inertiakv.scripts.planning import check, devices, report
+from inertiakv.scripts.planning import check, report, speed
 from inertiakv.scripts.planning.check import Measured
-from inertiakv.scripts.planning.devices import Device, Link
 from inertiakv.scripts.planning.memory import Footprint, Shard, make_footprint, make_shard
-from inertiakv.scripts.planning.speed import Machine, Shares, Step, decode_step, rehearsal
+from inertiakv.scripts.planning.speed import Device, Link, Machine, Shares, Step, decode_step, rehearsal
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE, SHARES = Device("slow", "cpu", 1e9, 1e9, {}), Shares(0.8, 0.5, None, "given")
@@ -398,8 +397,8 @@ def test_memory_decides_what_fits(capsys: pytest.CaptureFixture[str], fits: str)
 def test_this_machine_is_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices.machine, "measure_read", lambda device: 5e9)
-    monkeypatch.setattr(devices.memory, "available_bytes", lambda device: 3_000_000_000)
+    monkeypatch.setattr(speed.machine, "measure_read", lambda device: 5e9)
+    monkeypatch.setattr(speed.memory, "available_bytes", lambda device: 3_000_000_000)
     found = run(capsys, "--share", "0.5")
     assert found["model"]["name"] == "smollm2-135m"
     assert (found["device"]["memory_bytes"], found["device"]["bytes_per_second"]) == (3e9, 5e9)

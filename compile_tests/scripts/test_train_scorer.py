@@ -20,8 +20,7 @@ from compile_tests.tiny_chat import tiny_chat
 from inertiakv.scoring.learned import load_scorer
 from inertiakv.scripts import train_scorer
 from inertiakv.scripts.training import distill
-from inertiakv.scripts.training.attention import ObservedPass, log_attention
-from inertiakv.scripts.training.distill import agreement
+from inertiakv.scripts.training.distill import ObservedPass, agreement, log_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "scripts" / "demo" / "lighthouse.txt").read_text("utf-8")[:1600]

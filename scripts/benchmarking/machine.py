@@ -60,20 +60,13 @@ def versions(*others: str) -> dict[str, str]:
 
 def revision() -> dict[str, Any] | None:
     """The checkout's commit, and whether tracked files differ from it. None without git."""
-
-    def git(*command: str) -> str:
-        folder = Path(__file__).resolve().parents[2]
-        return subprocess.check_output(
-            ["git", *command], cwd=folder, stderr=subprocess.DEVNULL, text=True
-        ).strip()
-
+    commands = ("rev-parse HEAD", "status --porcelain --untracked-files=no")
+    options: dict[str, Any] = {"cwd": Path(__file__).parent, "stderr": subprocess.DEVNULL, "text": True}
     try:
-        return {
-            "commit": git("rev-parse", "HEAD"),
-            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        }
+        commit, changes = (subprocess.check_output(["git", *c.split()], **options) for c in commands)
     except (OSError, subprocess.CalledProcessError):
         return None
+    return {"commit": commit.strip(), "dirty": bool(changes)}
 
 
 def measure_read(device: torch.device) -> float:

@@ -28,43 +28,37 @@ class Run:
     @property
     def remarks(self) -> list[str]:
         """What a user should know who expects that something was evicted, or more kept."""
-        ranks = self.model["ranks"]
-        failed = [f"{failure}; try --dtype bfloat16 or float32" for failure in self.generation.failures()]
-        shared = [f"each of {ranks} ranks has as much cache"] if ranks > 1 else []
-        return failed + shared + self._remarks_on_budgets()
-
-    def _remarks_on_budgets(self) -> list[str]:
-        stats = self.generation.stats
+        stats, ranks = self.generation.stats, self.model["ranks"]
         budgets = [budget for budget in stats.budgets if budget is not None]
-        if not budgets:
-            return []
-        if not stats.evicted:
+        remarks = [f"{failure}; try --dtype bfloat16 or float32" for failure in self.generation.failures()]
+        remarks += [f"each of {ranks} ranks has as much cache"] if ranks > 1 else []
+        if budgets and not stats.evicted:
             size = f"budget of {max(budgets):,} holds all {max(stats.sequence_tokens):,} tokens"
-            return [f"{self.policy} never evicted: its {size}"]
-        if min(budgets) < FEW_TOKENS:
+            remarks.append(f"{self.policy} never evicted: its {size}")
+        elif budgets and min(budgets) < FEW_TOKENS:
             size = f"{min(budgets)} tokens of a prompt of {min(stats.prompt_tokens)}"
-            return [f"{self.policy} kept no more than {size}: too few for a good answer (see --budget)"]
-        return []
+            remarks.append(
+                f"{self.policy} kept no more than {size}: too few for a good answer (see --budget)"
+            )
+        return remarks
 
     def as_json(self) -> dict[str, Any]:
         stats, generation = self.generation.stats, self.generation
-        rows = zip(
-            stats.prompt_tokens,
-            stats.budgets,
-            stats.kept_tokens,
-            generation.tokens,
-            self.texts,
-            generation.finish_reasons,
-            strict=True,
-        )
-        names = ("prompt_tokens", "budget", "kept_tokens", "token_ids", "text", "finish_reason")
+        columns = {
+            "prompt_tokens": stats.prompt_tokens,
+            "budget": stats.budgets,
+            "kept_tokens": stats.kept_tokens,
+            "token_ids": generation.tokens,
+            "text": self.texts,
+            "finish_reason": generation.finish_reasons,
+        }
         rate = stats.tokens_per_second
         seconds = {"load": self.load_seconds, **dataclasses.asdict(stats.seconds)}
         return {
             "model": self.model,
             "policy": self.policy,
             "config": None if self.eviction is None else dataclasses.asdict(self.eviction),
-            "rows": [dict(zip(names, row, strict=True)) for row in rows],
+            "rows": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
             "cache_bytes": stats.cache_bytes,
             "full_cache_bytes": stats.full_cache_bytes,
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
@@ -81,8 +75,8 @@ class Run:
             "prompt tokens": f"{sum(stats.prompt_tokens):,}",
             "new tokens": f"{sum(map(len, self.generation.tokens)):,}",
             "kept tokens": f"{sum(stats.kept_tokens):,}",
-            "cache": _megabytes(stats.cache_bytes),
-            "full cache": _megabytes(stats.full_cache_bytes),
+            "cache": f"{stats.cache_bytes / 1e6:,.1f} MB",
+            "full cache": f"{stats.full_cache_bytes / 1e6:,.1f} MB",
             "refreshes": f"{stats.refreshes:,}",
             "evictions": f"{sum(stats.evictions):,}",
             "tokens/s": "-" if rate is None else f"{rate:.1f}",
@@ -109,7 +103,3 @@ def agreement(a: Run, b: Run) -> float:
     pairs = list(zip(a.generation.tokens, b.generation.tokens, strict=True))
     equal = sum(x == y for left, right in pairs for x, y in zip(left, right, strict=False))
     return equal / sum(max(len(left), len(right)) for left, right in pairs)
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"

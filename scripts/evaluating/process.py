@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from inertiakv.evals.records import Record, RecordFile, read_records
 from inertiakv.evals.run import Evaluation, Group
@@ -16,7 +18,15 @@ from inertiakv.models.parallel import check_groups, place
 from inertiakv.scripts.cli.program import say
 
 from . import meta
-from .progress import record_bar
+
+EVERY = 30
+"""Seconds between two lines, where there is no terminal for a bar."""
+
+
+def record_bar(who: str, done: int, total: int) -> tqdm:
+    """Progress in records. Without smoothing: they come in batches, and rules differ in speed."""
+    every = 0.1 if sys.stderr.isatty() else EVERY
+    return tqdm(total=total, initial=done, desc=who, unit=" records", smoothing=0, mininterval=every)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from inertiakv.models.config import parse_dtype
 from inertiakv.scripts.benchmarking import results, traffic
 from inertiakv.scripts.benchmarking.shapes import SHAPES, shape
 
-from .devices import Kind
 from .memory import make_shard
-from .speed import Shares
+from .speed import Kind, Shares
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 CLEARLY = 1.1

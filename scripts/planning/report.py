@@ -8,8 +8,7 @@ from typing import Any
 from inertiakv.evals.reporting.figures import draw
 from inertiakv.evals.reporting.table import Row, Table
 
-from .plans import FULL
-
+FULL = "full"
 MEMORY_NOTE = """\
 GB on each rank; all rows are as long as the context. *Batch*: the most rows whose prompts are read together,
 as one call of a decoder does: all prompt caches at once. *Sessions*: the most that fit where prompts are read

@@ -15,7 +15,7 @@ from compile_tests.scripts.eval.folders import ARGV, ROOT, Cli, contents, run_me
 from compile_tests.tiny_chat import LLAMA
 from inertiakv import EvictionConfig
 from inertiakv.evals.records import Mean, Record, read_records
-from inertiakv.scripts.evaluating import progress
+from inertiakv.scripts import eval as script
 
 
 def test_records_are_of_every_sample_under_every_rule(whole: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_compiled_run_says_the_same(cli: Cli, tmp_path: Path) -> None:
 def test_a_table_of_scores() -> None:
     means = [Mean("niah", 1000, "lazy4", 0.9, None, 5, 0.5), Mean("niah", 1000, "full", None, None, 5, 1.0)]
     means += [dataclasses.replace(mean, task="rows", length=None, n=1234, score=0.0) for mean in means]
-    assert progress.summary(means, ["full", "lazy4@0.9"]).splitlines() == [
+    assert script.summary(means, ["full", "lazy4@0.9"]).splitlines() == [
         "rule       niah 1,000   rows",
         "samples             5  1,234",
         "full            100.0    0.0",
