@@ -3,9 +3,11 @@
 Memory is counted as the decoder allocates it: weights, the cache that a prompt is read into, the cache that
 it is decoded in, and the workspace of reading. A decode step takes the time of reading the weights, or of the
 arithmetic with them, and of reading K and V, with the shares of the bandwidth that benchmarks/*.json show.
+First it says whether the most that is asked for fits, and if not, how much is missing and what would fit.
 
 Examples:
   python scripts/plan.py                                  SmolLM2-135M on this machine, which is measured
+  python scripts/plan.py --model llama-3.1-8b --device rtx-4090 --context 64000    no, but this would fit: ...
   python scripts/plan.py --model llama-3.1-8b --device h100 --context 65536 --batch 1,8,16
   python scripts/plan.py --model FOLDER --device rtx-4090 --quantize int8 --policy snapkv --compression 0.8
   python scripts/plan.py --model llama-3.3-70b --device h200 --ranks 2,4 --plot plan.png --out plan.md
@@ -20,7 +22,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -42,7 +44,7 @@ from inertiakv.scripts.benchmarking import traffic
 from inertiakv.scripts.benchmarking.shapes import SHAPES
 from inertiakv.scripts.cli import program
 from inertiakv.scripts.cli.arguments import Count, Counts, Option, Switch, parse
-from inertiakv.scripts.planning import check, report
+from inertiakv.scripts.planning import check, fitting, report
 from inertiakv.scripts.planning.memory import Footprint, Shard, make_footprint, make_shard
 from inertiakv.scripts.planning.report import FULL
 from inertiakv.scripts.planning.speed import (
@@ -211,6 +213,7 @@ class Plan:
                 "interconnect_bytes_per_second": self.machine.link and self.machine.link.bandwidth,
             },
             "shares": vars(self.machine.shares),
+            "fitting": [self._fitting(name, rules[name]) for name in reversed(rules)],
             "rooms": [self._setting(*key) | self._memory(fp) for key, fp in footprints.items()],
             "steps": [
                 self._setting(ranks, context, name) | self._step(footprints[ranks, context, name], batch)
@@ -242,6 +245,17 @@ class Plan:
             "largest_batch": footprint.most_together(self.available),
             "sessions": footprint.most_one_by_one(self.available),
         }
+
+    def _fitting(self, name: str, rule: EvictionConfig | None) -> dict[str, Any]:
+        """Of the most that was asked for: the longest context, the largest batch, on the most ranks."""
+        args, (ranks, context, batch) = (
+            self.args,
+            map(max, (self.args.ranks, self.args.context, self.args.batch)),
+        )
+        asked = fitting.Request(
+            self.config, self.dtype, args.quantize, ranks, context, args.new_tokens, batch, rule
+        )
+        return self._setting(ranks, context, name) | fitting.describe(asked, self.available)
 
     def _step(self, footprint: Footprint, batch: int) -> dict[str, Any]:
         """What so many rows take on each rank, and how fast they are decoded by all."""
@@ -326,7 +340,10 @@ def make_machine(args: DeviceOptions, weights_in: str) -> Machine:
     device = choose_device(args.device, args.memory_gb, args.bandwidth_gb_per_s, args.tflops)
     if args.share is not None:
         return Machine(device, Shares(args.share, args.share, None, "given"), link)
-    return Machine(device, check.shares_for(device.kind, weights_in), link)
+    shares = check.shares_for(device.kind, weights_in)
+    if f"on {device.kind} " not in shares.source:  # another kind of device says nothing of arithmetic here
+        shares = replace(shares, flops=None)
+    return Machine(device, shares, link)
 
 
 def read_config(name: str) -> ModelConfig:

@@ -25,7 +25,7 @@ from inertiakv.scripts import plan
 from inertiakv.scripts.benchmarking import results, traffic
 from inertiakv.scripts.benchmarking.shapes import SHAPES, random_model, shape
 from inertiakv.scripts.cli import arguments
-from inertiakv.scripts.planning import check, report, speed
+from inertiakv.scripts.planning import check, fitting, report, speed
 from inertiakv.scripts.planning.check import Measured
 from inertiakv.scripts.planning.memory import Footprint, Shard, make_footprint, make_shard
 from inertiakv.scripts.planning.speed import Device, Link, Machine, Shares, Step, decode_step, rehearsal
@@ -328,7 +328,17 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
 def test_one_object_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*QUICK, "--batch", "1,3", "--ranks", "1,2", "--interconnect-gb-per-s", "10"]
     found = run(capsys, *argv)
-    assert set(found) == {"model", "device", "shares", "rooms", "steps", "sweep", "notes", "command"}
+    assert set(found) == {
+        "model",
+        "device",
+        "shares",
+        "fitting",
+        "rooms",
+        "steps",
+        "sweep",
+        "notes",
+        "command",
+    }
     assert found["model"] == {
         "name": "tiny",
         "dtype": "bfloat16",
@@ -381,7 +391,10 @@ def test_tables_say_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         assert f" {cell} " in text
         assert f"| {cell} |" in page
     assert plan.main(QUICK) == 0
-    assert capsys.readouterr().out.startswith("tiny, bfloat16: ")
+    out = capsys.readouterr().out
+    assert out.startswith("It fits: 1 row of 400 tokens take")
+    assert "\n\ntiny, bfloat16: " in out
+    assert fitting.sentences(found)[0] in page
 
 
 @pytest.mark.parametrize("fits", ["together", "one by one", "no"])

@@ -93,7 +93,9 @@ class Footprint:
         return self.prompt_cache + self.decode_cache + self.workspace
 
 
-def make_footprint(shard: Shard, context: int, new_tokens: int, eviction: EvictionConfig | None) -> Footprint:
+def make_footprint(
+    shard: Shard, context: int, new_tokens: int, eviction: EvictionConfig | None, chunk: int = CHUNK
+) -> Footprint:
     """Of rows with such prompts and answers, and a rule (None keeps everything). Raises ValueError for a
     budget that cannot be."""
     config, dtype = shard.config, shard.model.dtype
@@ -124,7 +126,7 @@ def make_footprint(shard: Shard, context: int, new_tokens: int, eviction: Evicti
         prompt_cache=allocated(prompt) if budgets.overfull else 0,
         decode_cache=allocated(decode),
         decode_kv=decode.nbytes(dtype),
-        workspace=prefill_bytes(config, 1, min(CHUNK, context), dtype),
+        workspace=prefill_bytes(config, 1, min(chunk, context), dtype),
         kept=min(budgets.rows[0] + grown, context + halfway),
         slots=decode.slots,
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from inertiakv.evals.reporting.figures import draw
 from inertiakv.evals.reporting.table import Row, Table
+
+from . import fitting
 
 FULL = "full"
 MEMORY_NOTE = """\
@@ -23,6 +26,7 @@ and V as allocated. *Of full*: token/s as a multiple of the full cache's."""
 
 def text(plan: dict[str, Any]) -> str:
     parts = [
+        *(fill(line, 110, break_on_hyphens=False) for line in fitting.sentences(plan)),
         "\n".join(about(plan)),
         memory_table(plan).text(),
         "\n".join(compared(plan)),
@@ -35,6 +39,7 @@ def page(plan: dict[str, Any], picture: str | None) -> str:
     """As Markdown; `picture`: the address of its chart, if there is one."""
     parts = [
         f"# {plan['model']['name']} on {plan['device']['name']}: a plan",
+        *fitting.sentences(plan),
         _bullets([f"`{plan['command']}`", "but for the shares nothing here was measured", *about(plan)]),
         memory_table(plan).markdown(),
         _bullets(compared(plan)),
