@@ -9,6 +9,7 @@ Examples:
   python scripts/trace.py --prompt-file book.txt --policies none --scorers keydiff,recency --couplings none
   python scripts/trace.py --prompt-file book.txt --scorers learned --scorer-file scorer.safetensors
   python scripts/trace.py --prompt-file book.txt --policies inertiakv,lazy4 --scorers none --show
+  python scripts/trace.py --prompt-file book.txt --scorers none --couplings none --html page.html
 
 Tables go to stdout, or with --json one object; progress to stderr. The exit code is 0, or 2 where the
 command line or a file is wrong.
@@ -38,9 +39,9 @@ from inertiakv.scripts.cli.arguments import Option, Switch, parse
 from inertiakv.scripts.cli.console import PrefillBar
 from inertiakv.scripts.cli.machine import check_device
 from inertiakv.scripts.cli.program import say
-from inertiakv.scripts.tracing import analysis, plots, runs, tables, text
+from inertiakv.scripts.tracing import analysis, page, plots, runs, tables, text
+from inertiakv.scripts.tracing.page import TracedRun, traced_run
 from inertiakv.scripts.tracing.runs import Rules, Run
-from inertiakv.scripts.tracing.text import TracedText
 
 Names = Annotated[list[str], Option(metavar="NAME,...|none")]
 SCORERS = ["attention", "value_norm", "entropy", "keydiff", "key_norm", "recency", "random"]
@@ -90,7 +91,10 @@ class OutputOptions:
     """Where the results go."""
 
     out: Annotated[Path | None, Option(metavar="DIR")] = None
-    """A folder for trace.json, tables.md, text.html and, where matplotlib is installed, plots."""
+    """A folder for trace.json, tables.md, trace.html and, where matplotlib is installed, plots."""
+    html: Path | None = None
+    """Write one page, which needs no network: the text coloured by what is kept, the sets over time, and a
+    slider over steps."""
     show: Switch = False
     """Print the text as each policy keeps it, too."""
     json: Switch = False
@@ -114,6 +118,10 @@ def trace(args: Arguments) -> None:
         raise ValueError("--show has no effect with --json, which prints one object")
     if args.show and not rules.policies:
         raise ValueError("--show shows what policies keep: give --policies")
+    if args.html is not None and not rules.policies:
+        raise ValueError("--html shows what policies keep: give --policies")
+    if args.html is not None and (args.html.is_dir() or not args.html.parent.is_dir()):
+        raise ValueError(f"--html {args.html} is no file in a folder that is there")
     if args.out is not None:
         args.out.mkdir(exist_ok=True)
     check_device(args.device)
@@ -131,15 +139,17 @@ def trace(args: Arguments) -> None:
         "prompts": [one.report for one in traced],
         "mean": analysis.average([one.report["statistics"] for one in traced]),
     }
-    texts = [shown for one in traced for shown in one.texts]
+    shown = [run for one in traced for run in one.runs]
     if args.out is not None:
-        write(args.out, report, texts, traced[0].evicting)
+        write(args.out, report, shown, traced[0].evicting)
+    if args.html is not None:
+        args.html.write_text(page.page(shown), encoding="utf-8")
     if args.json:
         print(json.dumps(analysis.plain(report)))
         return
     print("\n\n".join(table.text() for table in tables.tables(report["mean"])))
-    for shown in texts if args.show else ():
-        print("\n" + text.terminal(shown))
+    for run in shown if args.show else ():
+        print("\n" + text.terminal(run.text))
 
 
 def read_rules(args: RuleOptions) -> Rules:
@@ -155,7 +165,7 @@ class TracedPrompt:
     report: dict[str, Any]
     evicting: dict[str, Run]
     """The policies' runs with their real budgets."""
-    texts: list[TracedText]
+    runs: list[TracedRun]
 
 
 def trace_prompt(
@@ -190,18 +200,23 @@ def trace_prompt(
         "statistics": analysis.analyse(rules, uncut),
         "churn": {label: analysis.churn_series(uncut[rule]) for label, rule in rules.distinct.items()},
     }
-    texts = [text.traced_text(f"{name}, {policy}", tokenizer, prompt, of) for policy, of in evicting.items()]
-    return TracedPrompt(report, evicting, texts)
+    shown = [
+        traced_run(
+            text.traced_text(f"{name}, {policy}", tokenizer, prompt, of),
+            of,
+            analysis.churn_series(uncut[rules.policies[policy]]),
+        )
+        for policy, of in evicting.items()
+    ]
+    return TracedPrompt(report, evicting, shown)
 
 
-def write(
-    folder: Path, report: dict[str, Any], texts: Sequence[TracedText], evicting: dict[str, Run]
-) -> None:
+def write(folder: Path, report: dict[str, Any], shown: Sequence[TracedRun], evicting: dict[str, Run]) -> None:
     """Everything into a folder. Pictures are of the first prompt."""
     results.write(folder / "trace.json", analysis.plain(report))
     (folder / "tables.md").write_text(tables.page(report), encoding="utf-8")
-    if texts:
-        (folder / "text.html").write_text(text.page(texts), encoding="utf-8")
+    if shown:
+        (folder / "trace.html").write_text(page.page(shown), encoding="utf-8")
     if not figures.available():
         say(figures.MISSING)
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import re
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
+from compile_tests.scripts.test_trace_page import PRINTABLE, Shown
 from compile_tests.tiny import row_state
 from compile_tests.tiny_chat import BOS, EOS, set_eos, tiny_chat, tiny_tokenizer
 from inertiakv import Decoder, EvictionConfig
@@ -23,6 +22,7 @@ from inertiakv.evals.reporting import figures
 from inertiakv.models import load_model
 from inertiakv.scoring.learned import LearnedScorer, save_scorer
 from inertiakv.scripts import decode, trace
+from inertiakv.scripts.cli.kept import pieces
 from inertiakv.scripts.tracing import analysis, plots, tables, text
 from inertiakv.scripts.tracing.runs import Run, choose_rules, record, record_evicting, same_steps
 from inertiakv.scripts.tracing.text import LEVELS, Token, TracedText, traced_text
@@ -125,22 +125,20 @@ def test_tables() -> None:
 
 # Texts
 
-printable = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t"), max_size=20)
 
-
-@given(printable)
+@given(PRINTABLE)
 def test_pieces_of_a_text_make_the_text(words: str) -> None:
     ids = TOKENIZER(words, add_special_tokens=False).input_ids
-    texts = text.pieces(TOKENIZER, ids)
+    texts = pieces(TOKENIZER, ids)
     assert len(texts) == len(ids)
     assert "".join(texts) == words
 
 
 def test_special_tokens_are_shown_and_control_characters_cannot_act() -> None:
     ids = [*TOKENIZER("é\x1b[31m").input_ids, TOKENIZER.eos_token_id]
-    assert text.pieces(TOKENIZER, ids) == [BOS, "", "é", "␛", "[", "3", "1", "m", EOS]
+    assert pieces(TOKENIZER, ids) == [BOS, "", "é", "␛", "[", "3", "1", "m", EOS]
     broken = [TOKENIZER("é", add_special_tokens=False).input_ids[0], TOKENIZER.eos_token_id]
-    assert text.pieces(TOKENIZER, broken) == ["\N{REPLACEMENT CHARACTER}", EOS]
+    assert pieces(TOKENIZER, broken) == ["\N{REPLACEMENT CHARACTER}", EOS]
 
 
 def traced(*tokens: tuple[str, float, int | None], title: str = "prompt 1, single") -> TracedText:
@@ -155,36 +153,10 @@ def test_levels_are_ranks_and_equals_are_alike() -> None:
     assert many.levels == [n // 5 for n in range(5 * LEVELS)]
 
 
-def texts_of(page: str) -> list[str]:
-    """What a browser shows of each text, whose first line break HTML drops."""
-    return [html.unescape(re.sub("<[^>]*>", "", text)) for text in re.findall("(?s)<pre>\n(.*?)</pre>", page)]
-
-
-def test_page_shows_any_text_as_it_is() -> None:
-    hostile = "</pre><script>alert('\"&amp;')</script> {0} %s"
-    tokens = (("\n", 1.0, None), (hostile, 0.5, 3), ("&lt;", 2.0, None))
-    page = text.page([traced(*tokens, title="<b>'x'</b>, single")])
-    assert texts_of(page) == ["\n" + hostile + "&lt;"]
-    assert "<h2>&lt;b&gt;&#x27;x&#x27;&lt;/b&gt;, single: 2 of 3 tokens are kept</h2>" in page
-    assert not re.search("<(script|b|link|img)|http", page), "nothing is run, or fetched from elsewhere"
-    assert re.findall('<span class="([^"]*)" title="([^"]*)">', page) == [
-        (f"u{LEVELS // 3}", "position 0, utility 1"),
-        ("u0 e", "position 1, utility 0.5, evicted at step 3"),
-        (f"u{LEVELS * 2 // 3}", "position 2, utility 2"),
-    ]
-
-
-@given(printable)
-def test_no_text_gets_out_of_its_place(words: str) -> None:
-    page = text.page([traced((words, 0.0, None), ("end", 1.0, 2), title=words)])
-    assert texts_of(page) == [f"{words}end"]
-    assert page.count("title=") == 2
-
-
 def test_a_terminal_shows_how_many_are_evicted() -> None:
     one = traced(("Two ", 3.0, None), ("of ", 0.0, 1), ("four", 1.0, 9), (" \n", 2.0, None), ("!", 4.0, None))
     shown = text.terminal(one)
-    assert shown == "prompt 1, single: 3 of 5 tokens are kept\nTwo [2 evicted] \n!"
+    assert shown == "prompt 1, single: 3 of 5 tokens are kept\nTwo […2…] \n!"
 
 
 def test_a_traced_text_tells_when_each_token_went_and_its_last_utility() -> None:
@@ -196,7 +168,13 @@ def test_a_traced_text_tells_when_each_token_went_and_its_last_utility() -> None
     run = row(utilities, newest=[3, 4], tokens=answer)
     first, *others = traced_text("title", TOKENIZER, prompt, run).tokens
     assert (first.text, first.gone, math.isnan(first.utility)) == ("a", 0, True)
-    assert others == [Token("b", 4.0, None), Token("c", 1.0, 1), Token("x", 2.0, 2), Token("y", 3.0, None)]
+    assert others == [
+        Token("b", 4.0, None),
+        Token("c", 1.0, 1),
+        Token("x", 2.0, 2, since=1),
+        Token("y", 3.0, None, since=2),
+    ]
+    assert [token.stayed(2) for token in (first, *others)] == [0, 2, 0, 1, 1]
 
 
 # Pictures
@@ -239,6 +217,8 @@ def cli(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
         ("--show --json", "--show has no effect with --json, which prints one object"),
         ("--policies none", "no rule to trace"),
         ("--policies none --couplings layer --show", "--show shows what policies keep"),
+        ("--policies none --couplings layer --html x.html", "--html shows what policies keep"),
+        ("--html nowhere/x.html", "--html nowhere/x.html is no file in a folder that is there"),
         ("--policies lazy5", "unknown policy 'lazy5'"),
         ("--policies full", "'full' cannot be traced"),
         ("--policies inertiakv,tova", "'tova' cannot be traced: only rules that score, for one"),
@@ -288,11 +268,12 @@ def test_everything(cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.
         *("--prompts-jsonl", questions, "--steps", 6, "--policies", "inertiakv,lazy4"),
         *("--scorers", "keydiff,random,learned", "--scorer-file", scorer, "--step-alphas", "0,0.8"),
         *("--couplings", "layer_temporal,temporal", "--out", tmp_path / "out", "--json"),
+        *("--html", tmp_path / "page.html"),
     )
     assert code == 0, err
     report = json.loads(out)
     assert json.loads((tmp_path / "out" / "trace.json").read_text()) == report
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["tables.md", "text.html", "trace.json"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["tables.md", "trace.html", "trace.json"]
     assert figures.MISSING in err
     assert [prompt["steps"] for prompt in report["prompts"]] == [6, 6]
     tokens = len(f"[user]{TEXT}[assistant]") + 2
@@ -314,10 +295,12 @@ def test_everything(cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.
     churn = report["prompts"][0]["churn"]
     assert churn["inertiakv"]["raw"]["step"] == churn["lazy4"]["ema"]["step"] == [2, 3, 4, 5, 6]
     assert churn["lazy4"]["raw"]["step"] == [5]
-    page = (tmp_path / "out" / "text.html").read_text(encoding="utf-8")
-    assert len(texts_of(page)) == 4
-    assert f"<h2>prompt 1, inertiakv: {tokens // 10} of {tokens + 6} tokens are kept</h2>" in page
-    assert lines[1] in texts_of(page)[2]
+    page = (tmp_path / "out" / "trace.html").read_text(encoding="utf-8")
+    assert page == (tmp_path / "page.html").read_text(encoding="utf-8")
+    shown = Shown(page)
+    assert len(shown.texts) == 4
+    assert shown.headings[0] == f"prompt 1, inertiakv: {tokens // 10} of {tokens + 6} tokens are kept"
+    assert lines[1] in shown.texts[2]
     made = (tmp_path / "out" / "tables.md").read_text()
     assert "| inertiakv |" in made
     assert f"* `{report['command']}`\n" in made
@@ -334,7 +317,7 @@ def test_tables_and_texts_go_to_stdout(cli: Cli) -> None:
     assert "\nWhich vote decides\n" in out
     assert "Correlation" not in out
     assert re.search(r"^prompt 1, single: 20 of \d+ tokens are kept$", out, re.MULTILINE)
-    assert " evicted]" in out
+    assert re.search(r"\[…\d+…\]", out)
     assert "\x1b" not in out
     assert "loading" in err
 

@@ -1,9 +1,7 @@
-"""A text with its tokens coloured by utility and the evicted ones struck out: as a page, in a terminal."""
+"""The tokens of a text, and what a run made of each of them: when it came and went, its worth."""
 
 from __future__ import annotations
 
-import html
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,32 +9,11 @@ from typing import Any
 
 import torch
 
-from inertiakv import TextStream
+from inertiakv.scripts.cli.kept import marked, pieces
 
 from .runs import Run
 
 LEVELS = 8
-_CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-"""Pictures of control characters, which must not reach a terminal or a page."""
-_PAGE = """\
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>Which tokens are kept</title>
-<style>
-:root {{ color-scheme: light dark; font-family: system-ui, sans-serif }}
-body {{ max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
-pre {{ white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.7 }}
-.e {{ text-decoration: line-through; opacity: .55 }}
-{levels}
-</style>
-<h1>Which tokens are kept</h1>
-<p>A token's colour is the rank of its utility, the last one it had: {scale}.
-<span class="e">Struck out</span> is what was evicted. Point at a token for its numbers.</p>
-{sections}
-</html>
-"""
 
 
 @dataclass(frozen=True)
@@ -46,6 +23,13 @@ class Token:
     """The last one that it had; NaN where it went before the first step."""
     gone: int | None
     """The step, from 1, at which it was evicted, 0 for before that. None for a token that is kept."""
+    since: int = 0
+    """The step that fed it; 0 for a token of the prompt."""
+
+    def stayed(self, steps: int) -> int:
+        """After how many of these steps the cache held it."""
+        end = steps + 1 if self.gone is None else self.gone
+        return max(0, end - max(1, self.since))
 
 
 @dataclass(frozen=True)
@@ -76,52 +60,11 @@ def traced_text(title: str, tokenizer: Any, prompt: Sequence[int], run: Run) -> 
     utilities = utility_TP[last_P - 1, torch.arange(len(last_P))].tolist()
     gone = [None if kept else last for kept, last in zip(kept_P.tolist(), last_P.tolist(), strict=True)]
     texts = pieces(tokenizer, [*prompt, *run.tokens[: run.trace.steps]])
-    return TracedText(title, [Token(*token) for token in zip(texts, utilities, gone, strict=True)])
-
-
-def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds, special ones by their names, control characters as their pictures. A
-    character of several tokens is added by the last one."""
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special |= set(tokenizer.all_special_ids)
-    texts, stream = [""], TextStream(tokenizer)
-    for token in ids:
-        if token in special:
-            texts[-1] += stream.end()
-            texts.append(tokenizer.convert_ids_to_tokens(token))
-            stream = TextStream(tokenizer)
-        else:
-            texts.append(stream.push(token))
-    texts[-1] += stream.end()
-    return [text.translate(_CONTROL) for text in texts[1:]]
-
-
-def page(traced: Sequence[TracedText]) -> str:
-    """A self-contained HTML page."""
-    levels = "\n".join(
-        f".u{i} {{ background: rgb(255 150 0 / {0.75 * i / (LEVELS - 1):.2f}) }}" for i in range(LEVELS)
-    )
-    scale = " ".join(f'<span class="u{i}">{i + 1}</span>' for i in range(LEVELS))
-    sections = "\n".join(map(_section, traced))
-    return _PAGE.format(levels=levels, scale=scale, sections=sections)
-
-
-def _section(traced: TracedText) -> str:
-    spans = []
-    for position, (token, level) in enumerate(zip(traced.tokens, traced.levels, strict=True)):
-        evicted = token.gone is not None
-        title = f"position {position}, utility {token.utility:.3g}"
-        title += f", evicted at step {token.gone}" if evicted else ""
-        classes = f"u{level} e" if evicted else f"u{level}"
-        spans.append(f'<span class="{classes}" title="{title}">{html.escape(token.text)}</span>')
-    # HTML drops a line break that directly follows <pre>: here it is this one, and not the text's.
-    return f"<section>\n<h2>{html.escape(traced.heading)}</h2>\n<pre>\n{''.join(spans)}</pre>\n</section>"
+    since = [max(0, position + 1 - len(prompt)) for position in range(len(texts))]
+    return TracedText(title, [Token(*token) for token in zip(texts, utilities, gone, since, strict=True)])
 
 
 def terminal(traced: TracedText) -> str:
     """The text, with a count in the place of what was evicted."""
-    parts = [traced.heading, "\n"]
-    for kept, group in itertools.groupby(traced.tokens, key=lambda token: token.gone is None):
-        texts = [token.text for token in group]
-        parts.append("".join(texts) if kept else f"[{len(texts)} evicted]")
-    return "".join(parts)
+    texts, kept = [token.text for token in traced.tokens], [token.gone is None for token in traced.tokens]
+    return f"{traced.heading}\n{marked(texts, kept)}"
