@@ -34,6 +34,7 @@ from inertiakv.scoring.learned import check_file
 from inertiakv.scripts.cli import program, prompts
 from inertiakv.scripts.cli.arguments import FieldsOf, Option, Switch, parse
 from inertiakv.scripts.cli.console import Detokenizer, PrefillBar, StreamPrinter
+from inertiakv.scripts.cli.kept import KeptTokens, in_colour
 from inertiakv.scripts.cli.machine import ModelOptions, check_device, loading
 from inertiakv.scripts.cli.program import say
 from inertiakv.scripts.cli.report import Run, agreement, summary
@@ -121,6 +122,8 @@ class OutputOptions:
     """Print an answer as it comes."""
     json: Switch = False
     """Print one JSON object with the answers and every number, and nothing else, to stdout."""
+    show_kept: Switch = False
+    """Afterwards print the prompt with what was kept of it to stderr; with --json: the kept positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +150,8 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
         check_rule(eviction, tp)
         if eviction is not None and eviction.scorer_file is not None:
             check_file(eviction.scorer_file)
+    if args.show_kept and all(eviction is None for _, eviction in policies):
+        raise ValueError("--show-kept has no effect with policy 'full', which keeps every token")
     sampling = Sampling(**args.sampling)
     if tp.size > 1 and args.stdin is not None:
         raise ValueError(f"{tp.size} processes cannot all read a prompt from stdin: give --prompt-file FILE")
@@ -177,13 +182,19 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
                 rows, max_new_tokens, sampling=sampling, stop=printer or stop, progress=bar
             )
         texts = [detokenizer.text(tokens) for tokens in out.tokens]
-        runs.append(Run(about, name, eviction, out, texts, seconds))
+        kept = KeptTokens(name, rows) if args.show_kept else None
+        if kept is not None:
+            kept.take(decoder, range(len(rows)))
+        runs.append(Run(about, name, eviction, out, texts, seconds, kept))
         if printer:
             printer.end()
         elif not args.json:
             print_answers(texts)
     if args.json:
         print(json.dumps(as_json(runs)))
+    elif args.show_kept:
+        shown = [run.kept for run in runs if run.kept is not None and run.eviction is not None]
+        say("\n" + "\n\n".join(kept.text(tokenizer, in_colour(sys.stderr)) for kept in shown))
     say("\n" + summary(runs))
 
 

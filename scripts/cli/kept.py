@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
 
 from inertiakv import Decoder, TextStream
+from inertiakv.cache.retention import EMPTY
 
 MOST_SHOWN = 200
 """Evicted tokens in a row that a terminal shows, greyed; of more only the number."""
@@ -50,24 +52,36 @@ def _parts(texts: Sequence[str], kept: Sequence[bool], colour: bool) -> Iterator
             yield "·" if len(run) == 1 else f"[…{len(run)}…]"
 
 
-def kept_positions(decoder: Decoder) -> list[list[int]]:
-    """Of each row, the positions that at least one retention set of its cache holds, in order."""
-    assert decoder.cache is not None
-    held: list[set[int]] = [set() for _ in range(decoder.cache.shape.batch)]
-    for sets in decoder.cache.retention:
-        for row, positions in zip(held, sets.position_BXN.flatten(1).tolist(), strict=True):
-            row.update(positions)
-    return [sorted(position for position in row if position >= 0) for row in held]
+class KeptTokens:
+    """What one policy keeps of prompts, which may be answered in several batches."""
+
+    def __init__(self, policy: str, prompts: Sequence[Sequence[int]]) -> None:
+        self.policy, self.prompts = policy, prompts
+        self.positions: list[list[int]] = [[] for _ in prompts]
+        """Of each prompt, those that at least one retention set holds, its answer's among them."""
+        self.sets = 1
+
+    def take(self, decoder: Decoder, places: Iterable[int]) -> None:
+        """From the cache of a decoder that has just answered the prompts at these places."""
+        assert decoder.cache is not None
+        tables = [sets.position_BXN for sets in decoder.cache.retention]
+        self.sets = sum(table.shape[1] for table in tables)
+        for row, place in enumerate(places):
+            held = {position for table in tables for position in table[row].flatten().tolist()}
+            self.positions[place] = sorted(held - {EMPTY})
+
+    def text(self, tokenizer: Any, colour: bool) -> str:
+        """The prompts with what is kept of them, each below a line that says how much that is."""
+        return "\n\n".join(self._prompt(tokenizer, place, colour) for place in range(len(self.prompts)))
+
+    def _prompt(self, tokenizer: Any, place: int, colour: bool) -> str:
+        prompt, held = self.prompts[place], set(self.positions[place])
+        kept = [position in held for position in range(len(prompt))]
+        where = f"prompt {place + 1}, {self.policy}" if len(self.prompts) > 1 else self.policy
+        sets = f" in at least one of {self.sets} sets" if self.sets > 1 else ""
+        head = f"{where}: {sum(kept):,} of the prompt's {len(prompt):,} tokens are kept{sets}"
+        return f"{head}\n{marked(pieces(tokenizer, prompt), kept, colour=colour)}"
 
 
-def describe(
-    title: str, tokenizer: Any, prompt: Sequence[int], positions: Sequence[int], colour: bool
-) -> str:
-    """A prompt with what is kept of it, below a line that says how much that is."""
-    held = set(positions)
-    kept = [position in held for position in range(len(prompt))]
-    answer = len(positions) - sum(kept)
-    head = (
-        f"{title}: {sum(kept):,} of the prompt's {len(prompt):,} tokens are kept, {answer:,} of the answer's"
-    )
-    return f"{head}\n{marked(pieces(tokenizer, prompt), kept, colour=colour)}"
+def in_colour(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR")

@@ -9,6 +9,7 @@ from typing import Any
 
 from inertiakv import EvictionConfig, Generation
 from inertiakv.evals.reporting.table import aligned
+from inertiakv.scripts.cli.kept import KeptTokens
 
 FEW_TOKENS = 64
 """A smaller budget than this leaves no model enough of a prompt to answer it."""
@@ -24,6 +25,8 @@ class Run:
     generation: Generation
     texts: list[str]
     load_seconds: float
+    kept: KeptTokens | None = None
+    """What it kept of the prompts, where that is asked for."""
 
     @property
     def remarks(self) -> list[str]:
@@ -44,7 +47,7 @@ class Run:
 
     def as_json(self) -> dict[str, Any]:
         stats, generation = self.generation.stats, self.generation
-        columns = {
+        columns: dict[str, Sequence[Any]] = {
             "prompt_tokens": stats.prompt_tokens,
             "budget": stats.budgets,
             "kept_tokens": stats.kept_tokens,
@@ -52,6 +55,8 @@ class Run:
             "text": self.texts,
             "finish_reason": generation.finish_reasons,
         }
+        if self.kept is not None:
+            columns["kept_positions"] = self.kept.positions
         rate = stats.tokens_per_second
         seconds = {"load": self.load_seconds, **dataclasses.asdict(stats.seconds)}
         return {
