@@ -283,14 +283,18 @@ def contenders(name: str) -> dict[tuple[str, str, int], dict[str, Any]]:
     return {(c["name"], c["dtype"], c["batch"]): c for c in result["contenders"]}
 
 
-def score(study: str, policy: str, length: int, *tasks: str) -> str:
+def score(study: str, policy: str, length: int, *tasks: str, compression: float = 0.9) -> str:
     """Percent, the mean over tasks (by default all), at 90 % evicted where a share is evicted."""
     scores: dict[str, list[float]] = {}
     for path in (ROOT / "benchmarks" / study).glob("*/records.jsonl"):
         for line in path.read_text().splitlines():
             record = json.loads(line)
             asked = (record["policy"], record["length"]) == (policy, length)
-            if asked and record["compression"] in (None, 0.9) and (not tasks or record["task"] in tasks):
+            if (
+                asked
+                and record["compression"] in (None, compression)
+                and (not tasks or record["task"] in tasks)
+            ):
                 scores.setdefault(record["task"], []).append(100 * record["score"])
     return f"{mean(map(mean, scores.values())):.1f}"
 
@@ -327,6 +331,26 @@ def test_the_summary_is_the_measured_one() -> None:
         [f"transformers {megabytes('transformers')}", megabytes("full"), megabytes("inertiakv"), ""],
     ]
     assert [row[1:] for row in table(PAGES["README.md"], "summary")] == expected
+
+
+def test_which_policy_for_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """In five lines of the page, and of the help in short."""
+    small = [score("reproduction", "rehearsed", 2048), score("reproduction", "full", 2048)]
+    spans = [score("reproduction", "lazy4:pool=13", 2048), small[1]]
+    half = [score("reproduction", "lazy4", 2048, compression=0.5), small[1]]
+    plain, paper = (score("reproduction", name, 2048) for name in ("lazy4", "inertiakv"))
+    less, tenth = (score("rehearsal", "rehearsed", 2048, compression=share) for share in (0.95, 0.9))
+    full, lost = (score("rehearsal", name, 2048) for name in ("full", "inertiakv"))
+    copies = [score("rehearsal", name, 512, "chains:copy") for name in ("rehearsed", "full", "inertiakv")]
+    choice = table(PAGES["docs/rules.md"], "choice")
+    assert [row[2:4] for row in choice] == [small, [less, full], spans, half, copies[:2]]
+    others = [[paper], [tenth, lost], [plain], [], copies[2:]]
+    assert [re.findall(r"\d+\.\d", row[4]) for row in choice] == others
+    with pytest.raises(SystemExit):
+        decode.main(["--help"])
+    lines = capsys.readouterr().out.split("which policy, which budget")[1].splitlines()[1:6]
+    short = [re.findall(r"\d+\.\d(?!\d)", line.split("  ")[-1]) for line in lines]
+    assert short == [small, [less, full, tenth], spans, [*half, plain], copies]
 
 
 def measured() -> Iterator[tuple[str, list[str]]]:

@@ -32,6 +32,7 @@ from inertiakv.models.files import check_text, read_text
 from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scoring.learned import check_file
 from inertiakv.scripts.cli import program, prompts
+from inertiakv.scripts.cli.advice import WHICH_POLICY
 from inertiakv.scripts.cli.arguments import FieldsOf, Option, Switch, parse
 from inertiakv.scripts.cli.console import Detokenizer, PrefillBar, StreamPrinter
 from inertiakv.scripts.cli.kept import KeptTokens, in_colour
@@ -133,7 +134,7 @@ class Arguments(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return program.run(lambda: decode(parse(Arguments, argv, __doc__)))
+    return program.run(lambda: decode(parse(Arguments, argv, __doc__, epilog=WHICH_POLICY)))
 
 
 def decode(args: Arguments) -> None:

@@ -72,13 +72,20 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see --help)")
 
 
-def parse(cls: type[T], argv: Sequence[str] | None, description: str | None, script: str | None = None) -> T:
+def parse(
+    cls: type[T],
+    argv: Sequence[str] | None,
+    description: str | None,
+    script: str | None = None,
+    epilog: str | None = None,
+) -> T:
     """An instance of a dataclass from a command line; its field `command` is that of a `script`, if one is
     named. Raises ValueError for one that is wrong."""
     argv = sys.argv[1:] if argv is None else argv
     parser = _Parser(
         prog=Path(sys.argv[0]).name,
         description=description,
+        epilog=epilog,
         formatter_class=_Help,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
