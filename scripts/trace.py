@@ -34,7 +34,7 @@ from inertiakv.evals.reporting import figures
 from inertiakv.scripts import decode
 from inertiakv.scripts.benchmarking import results
 from inertiakv.scripts.cli import program
-from inertiakv.scripts.cli.arguments import Option, Switch, parse
+from inertiakv.scripts.cli.arguments import Names, Option, Switch, parse
 from inertiakv.scripts.cli.console import PrefillBar
 from inertiakv.scripts.cli.machine import check_device
 from inertiakv.scripts.cli.program import say
@@ -42,7 +42,6 @@ from inertiakv.scripts.tracing import analysis, plots, runs, tables, text
 from inertiakv.scripts.tracing.runs import Rules, Run
 from inertiakv.scripts.tracing.text import TracedText
 
-Names = Annotated[list[str], Option(metavar="NAME,...|none")]
 SCORERS = ["attention", "value_norm", "entropy", "keydiff", "key_norm", "recency", "random"]
 
 
