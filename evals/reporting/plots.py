@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import html
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -25,10 +23,6 @@ class Picture:
 
     def markdown(self, level: int) -> str:
         return f"{'#' * level} {self.title}\n\n![{self.title}]({self.file.parent.name}/{self.file.name})"
-
-    def html(self, level: int) -> str:
-        title, data = html.escape(self.title), base64.b64encode(self.file.read_bytes()).decode()
-        return f'<h{level}>{title}</h{level}>\n<img alt="{title}" src="data:image/png;base64,{data}">'
 
 
 def pictures(suites: Sequence[Suite], folder: Path) -> list[Picture]:

@@ -105,9 +105,10 @@ class Setting:
         options = named_options(wanted)
         return next((name for name, found in self.policies.items() if found == options), None)
 
-    def references(self, chosen: str) -> list[str]:
-        """The policies that all others are compared with: the chosen one, and InertiaKV."""
-        return [name for name in dict.fromkeys([chosen, self.policy("inertiakv")]) if name in self.policies]
+    @property
+    def references(self) -> list[str]:
+        """The policies that all others are compared with: the full cache, and InertiaKV."""
+        return [name for name in map(self.policy, ("full", "inertiakv")) if name]
 
 
 @dataclass(eq=False)
