@@ -11,61 +11,49 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, TypedDict
+from typing import Any, BinaryIO, get_type_hints
 
-from .typed import Within, check
+from .forms import check
 
 try:
     import fcntl
 except ImportError:  # there are systems without it, and so without locks
     fcntl = None  # type: ignore[assignment]
 
-Count = Annotated[int, Within(0)]
-AtLeastOne = Annotated[int, Within(1)]
-Amount = Annotated[float, Within(0)]
-Share = Annotated[float, Within(0, 1)]
-
-
-class Seconds(TypedDict):
-    """Of the batch that an answer was in, divided by the batch's rows."""
-
-    prefill: Amount
-    """Once for all rules."""
-    first_step: Amount
-    decode: Amount
-    compile: Amount
-
 
 @dataclass(frozen=True)
 class Record:
-    """One sample, answered under one rule. The annotations are what a line of a file is checked by."""
+    """One sample, answered under one rule."""
 
     task: str
     """As in `Sample`, with its `length` and `index`."""
-    length: AtLeastOne | None
-    index: Count
+    length: int | None
+    index: int
     policy: str
     """The rule as it was asked for: a policy's name, and what was changed of it, `inertiakv:alpha=0.3`."""
-    compression: Share | None
+    compression: float | None
     """Share of the prompt that was to be evicted; None for the full cache, and where a budget was given."""
-    budget_asked: AtLeastOne | None
+    budget_asked: int | None
     """The budget, where one was given instead."""
     prompt_sha256: str
-    prompt_tokens: AtLeastOne
-    bos_count: Count
-    budget: AtLeastOne | None
+    prompt_tokens: int
+    bos_count: int
+    budget: int | None
     """Tokens that the rule may keep of this prompt; None: all."""
-    kept_tokens: Amount
+    kept_tokens: float
     """Tokens in the cache at the end, a mean over retention sets."""
-    cache_bytes: Count
+    cache_bytes: int
     """Of this row's share of the decode cache, as allocated, on all ranks that hold the model."""
     prediction: str
     references: list[str]
-    score: Share
-    answer_tokens: Count
+    score: float
+    """From 0 to 1."""
+    answer_tokens: int
     """Tokens chosen, with the one that ended it."""
     finish_reason: str
-    seconds: Seconds
+    seconds: dict[str, float]
+    """Of the batch that the answer was in, divided by its rows: `prefill` (once for all rules), `first_step`,
+    `decode`, `compile`."""
     facts: dict[str, Any]
     """As in `Sample`."""
 
@@ -73,6 +61,10 @@ class Record:
     def key(self) -> tuple[Any, ...]:
         """What makes a record another one's repetition."""
         return (self.task, self.length, self.index, self.policy, self.compression, self.budget_asked)
+
+
+SECONDS = ("prefill", "first_step", "decode", "compile")
+FORM = get_type_hints(Record) | {"references": [str], "seconds": dict.fromkeys(SECONDS, float), "facts": dict}
 
 
 class RecordFile:
@@ -117,7 +109,9 @@ def read_records(folder: Path) -> list[Record]:
         for number, line in enumerate(lines, 1):
             try:
                 fields = json.loads(line)
-                check(fields, Record)
+                check(fields, FORM)
+                if not 0 <= fields["score"] <= 1:
+                    raise ValueError(f"score must be from 0 to 1, got {fields['score']}")
                 record = Record(**fields)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} is no record: {error}") from error

@@ -15,7 +15,7 @@ from inertiakv.models.encoding import decode_answer
 from inertiakv.requests.prompts import check_positions
 
 from .prompting import Prompting, prompt_hash
-from .records import Record, Seconds
+from .records import SECONDS, Record
 from .rules import Rule
 from .task import Sample, Task
 
@@ -188,12 +188,7 @@ class Evaluation:
                     decoder.take_prompt(self._reader, max_new_tokens=new_tokens)
                 out = decoder.decode(new_tokens, stop=stop)
             spent, count = out.stats.seconds, len(questions)
-            seconds = Seconds(
-                prefill=prefill / count,
-                first_step=spent.first_step / count,
-                decode=spent.decode / count,
-                compile=spent.compile / count,
-            )
+            seconds = {name: getattr(spent, name) / count for name in SECONDS} | {"prefill": prefill / count}
             for row, question in rows:
                 yield self._record(group.task, question, rule, out, row, seconds)
 
@@ -204,7 +199,7 @@ class Evaluation:
         rule: Rule,
         out: Generation,
         row: int,
-        seconds: Seconds,
+        seconds: dict[str, float],
     ) -> Record:
         sample, tokens, stats = question.sample, out.tokens[row], out.stats
         eos_ids = self.model.config.eos_token_ids

@@ -5,72 +5,32 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
-from .typed import check
+from .forms import check
 
 NAME = "run_meta.json"
 
+FORM = {
+    **{"command": str, "config": dict, "versions": {str: str}, "seed": int},
+    "git_revision": ({"commit": str, "dirty": bool}, None),
+    "model": {"name": str},
+    "template": {"kind": str, "sha256": str | None},
+    "essays": ({"name": str, "sha256": str}, None),
+    "data": {str: str},
+    "policies": {str: dict | None},
+    "tasks": {str: {"metric": str}},
+}
+"""What must be there. A run writes more, which nothing depends on, but for `asked`.
 
-class Model(TypedDict):
-    name: str
-    source: NotRequired[str]
-    dtype: NotRequired[str]
-    quantize: NotRequired[str | None]
-
-
-class Template(TypedDict):
-    kind: str
-    sha256: str | None
-
-
-class Essays(TypedDict):
-    name: str
-    sha256: str
-
-
-class Revision(TypedDict):
-    commit: str
-    dirty: bool
-    """Whether files differ from the commit."""
-
-
-class Task(TypedDict):
-    metric: str
-
-
-class Asked(TypedDict):
-    """What one command asks: so many samples of each task, under all of its rules."""
-
-    command: str
-    rules: list[str]
-    """As `rules.label` calls them."""
-    samples: dict[str, int]
-    """By `task_label`."""
-
-
-class RunMeta(TypedDict):
-    """What must be there. A run writes more, which nothing depends on."""
-
-    command: str
-    config: dict[str, Any]
-    """All options of the first command, by their names."""
-    versions: dict[str, str]
-    git_revision: Revision | None
-    model: Model
-    template: Template
-    essays: Essays | None
-    data: dict[str, str]
-    """Of tasks with data: where they are from."""
-    seed: int
-    policies: dict[str, dict[str, Any] | None]
-    """The fields of each one's config; None is the full cache."""
-    tasks: dict[str, Task]
-    asked: NotRequired[list[Asked]]
-    """The first command, and those that asked for more. `data`, `essays`, `policies` and `tasks` are those of
-    all."""
-    finished: NotRequired[str | None]
-    resumed: NotRequired[list[dict[str, Any]]]
+* `config`: all options of the first command, by their names.
+* `git_revision`: `dirty` where files differ from the commit.
+* `data`: of tasks with data, where they are from.
+* `policies`: the fields of each one's config; None is the full cache.
+"""
+ASKED = {"command": str, "rules": [str], "samples": {str: int}}
+"""What one command asks: so many samples of each task (by `task_label`), under all of its rules (as
+`rules.label` calls them). There is one for the first command, and for each that asked for more."""
 
 
 def task_label(task: str, length: int | None) -> str:
@@ -97,7 +57,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     try:
-        check(meta, RunMeta)
+        check(meta, FORM)
+        check(meta.get("asked", []), [ASKED], "asked")
     except ValueError as error:
         raise ValueError(f"{file} does not describe a run of scripts/eval.py: {error}") from error
     return meta
