@@ -1,4 +1,5 @@
-"""What is written down of each answer, one JSON object a line, and how it is read back.
+"""What a results folder holds: a record of each answer, one JSON object a line, and `run_meta.json`, which
+tells of the run.
 
 A line counts once its newline is there: what a killed run has left of a last line is no record.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, get_type_hints
@@ -141,3 +142,60 @@ def means(records: Iterable[Record]) -> list[Mean]:
         of = (r.task, r.length, r.policy, r.compression, r.budget_asked)
         scores.setdefault(of, []).append(r.score)
     return [Mean(*of, n=len(values), score=sum(values) / len(values)) for of, values in scores.items()]
+
+
+# run_meta.json
+
+NAME = "run_meta.json"
+
+META_FORM = {
+    **{"command": str, "config": dict, "versions": {str: str}, "seed": int},
+    "git_revision": ({"commit": str, "dirty": bool}, None),
+    "model": {"name": str},
+    "template": {"kind": str, "sha256": str | None},
+    "essays": ({"name": str, "sha256": str}, None),
+    "data": {str: str},
+    "policies": {str: dict | None},
+    "tasks": {str: {"metric": str}},
+}
+"""What must be there. A run writes more, which nothing depends on, but for `asked`.
+
+* `config`: all options of the first command, by their names.
+* `git_revision`: `dirty` where files differ from the commit.
+* `data`: of tasks with data, where they are from.
+* `policies`: the fields of each one's config; None is the full cache.
+"""
+ASKED = {"command": str, "rules": [str], "samples": {str: int}}
+"""What one command asks: so many samples of each task (by `task_label`), under all of its rules (as
+`rules.label` calls them). There is one for the first command, and for each that asked for more."""
+
+
+def task_label(task: str, length: int | None) -> str:
+    """`ruler:vt 4096`, or `longbench:hotpotqa`, which is of no length."""
+    return task if length is None else f"{task} {length}"
+
+
+def asked_keys(meta: Mapping[str, Any]) -> set[tuple[str, str, int]]:
+    """Rule, task and index of every record that a run has been asked for."""
+    return {
+        (rule, task, index)
+        for asked in meta.get("asked", [])
+        for rule in asked["rules"]
+        for task, samples in asked["samples"].items()
+        for index in range(samples)
+    }
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Raises ValueError, naming the file and what is wrong in it, where it describes no run."""
+    file = folder / NAME
+    try:
+        meta: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    try:
+        check(meta, META_FORM)
+        check(meta.get("asked", []), [ASKED], "asked")
+    except ValueError as error:
+        raise ValueError(f"{file} does not describe a run of scripts/eval.py: {error}") from error
+    return meta

@@ -21,7 +21,7 @@ from typing import Annotated
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
 from inertiakv.evals.reporting import figures, page
-from inertiakv.evals.reporting.runs import combine, read_run
+from inertiakv.evals.reporting.suites import combine, read_run
 from inertiakv.scripts.cli import program
 from inertiakv.scripts.cli.arguments import Option, parse
 from inertiakv.scripts.cli.console import say

@@ -14,8 +14,7 @@ from inertiakv import POLICIES
 from inertiakv.evals import paper
 from inertiakv.evals.reporting import ablations, figures, plots, tables
 from inertiakv.evals.reporting.paired import against, against_table
-from inertiakv.evals.reporting.runs import combine, read_run
-from inertiakv.evals.reporting.suites import Suite, named_options
+from inertiakv.evals.reporting.suites import Suite, combine, named_options, read_run
 from inertiakv.evals.reporting.table import Table, index_ranges
 from inertiakv.evals.statistics import holm
 from inertiakv.scripts import report
@@ -467,7 +466,7 @@ def test_everything(cli: Cli, everything: list[Path], tmp_path: Path) -> None:
     for kind in (
         *("Tables 3 and 4", "Every rule", "Every task", "Options: coupling", "Groups", "Depths"),
         *("Paired with full", "Paired with inertiakv", "Missing samples", "Runs", "Rules", "Task by task"),
-        *("Score by budget", "Score by speed", "Score by alpha", "Needles by length and depth"),
+        *("Score by budget", "Score by speed", "Score by alpha"),
     ):
         assert any(title.startswith(kind) for title in titles), kind
     assert "eval.py --tasks <all> | tee x\n" in made
@@ -532,12 +531,12 @@ def test_command_lines_that_cannot_be(cli: Cli, tmp_path: Path, argv: list[str],
 
 
 def test_the_papers_figures_are_of_rules_that_are_there() -> None:
-    for values in (*paper.AVERAGES.values(), *paper.TASKS.values()):
+    for values in paper.FIGURES.values():
         for name, value in values.items():
             named_options(name)
             assert name.partition(":")[0] in POLICIES
             assert 0 <= value <= 100
-    llama = paper.AVERAGES["Llama-3.1-8B", "ruler"]
+    llama = paper.FIGURES["Llama-3.1-8B", "ruler"]
     assert llama["inertiakv"] == llama["inertiakv:alpha=0.8"]
     assert [len(tasks) for tasks in paper._WHOLE.values()] == [8, 13]
 

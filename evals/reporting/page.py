@@ -12,8 +12,7 @@ from inertiakv.evals.statistics import RESAMPLES
 from . import ablations, figures, plots, tables
 from .paired import against_table
 from .plots import Picture
-from .runs import Run
-from .suites import Setting, Suite
+from .suites import Run, Setting, Suite
 from .table import Table
 
 READING = (

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inertiakv.evals.statistics import Comparison, holm
+from inertiakv.evals.statistics import Comparison, compare, holm
 
 from .suites import Arm, Suite
 from .table import Table, interval, p_value, signed, task_name
@@ -45,7 +45,7 @@ class Pairing:
 
 def pairings(suite: Suite, wanted: Sequence[tuple[Arm, Arm, str | None]]) -> list[Pairing]:
     """One family of comparisons, but for those without a common sample."""
-    found = [(one, result) for one in wanted if (result := suite.compare(*one)) is not None]
+    found = [(one, compare(strata)) for one in wanted if (strata := suite.differences(*one))]
     adjusted = holm([result.p for _, result in found])
     return [Pairing(suite, *one, result, p) for (one, result), p in zip(found, adjusted, strict=True)]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from inertiakv.evals.reporting.figures import draw
 
-from .runs import Run
+from .suites import Run
 
 
 def retention(file: Path, runs: dict[str, Run]) -> None:

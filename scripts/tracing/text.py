@@ -14,7 +14,7 @@ import torch
 
 from inertiakv import TextStream
 
-from .runs import Run
+from .suites import Run
 
 LEVELS = 8
 _RAMP = (16, 17, 18, 54, 90, 126, 162, 198)

@@ -46,7 +46,7 @@ def test_run_meta_says_all_that_the_records_depend_on(whole: Path, folder: Path)
         "python scripts/eval.py --tasks made,rows --lengths 130,90 --samples 3 "
     )
     assert meta["config"] == {
-        "tasks": "made,rows",
+        "tasks": "made:short,rows",
         "lengths": "130,90",
         "samples": 3,
         "seed": 42,
