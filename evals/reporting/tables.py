@@ -88,15 +88,10 @@ def policies(suite: Suite) -> Table:
     metric = "average" if len(suite.tasks) > 1 else suite.setting.metrics[suite.tasks[0]]
     rows = []
     for arm in suite.arms:
-        records, found, speed = (
-            suite.of(arm),
-            suite.estimates.get((arm, None)),
-            tokens_per_second(suite.of(arm)),
-        )
-        kept, prompt, cache = (
-            mean(getattr(r, name) for r in records)
-            for name in ("kept_tokens", "prompt_tokens", "cache_bytes")
-        )
+        records, found = suite.of(arm), suite.estimates.get((arm, None))
+        sizes = ([r.kept_tokens, r.prompt_tokens, r.cache_bytes] for r in records)
+        kept, prompt, cache = map(mean, zip(*sizes, strict=True))
+        speed = tokens_per_second(records)
         cells = [arm.policy, arm.evicted, score(suite, arm), interval(found) if found else "-"]
         cells += [str(len(records)), str(sum(not r.prediction.strip() for r in records))]
         cells += [f"{kept:,.0f}", f"{100 * kept / prompt:.0f} %", f"{cache / 1e6:,.1f}"]
@@ -243,15 +238,9 @@ def runs(found: Sequence[Run]) -> Table:
         versions = ", ".join(f"{package} {version}" for package, version in meta["versions"].items())
         essays = meta["essays"]["name"] if meta["essays"] else "-"
         revisions = ", ".join(dict.fromkeys(map(_revision, (meta, *meta.get("resumed", [])))))
-        cells = [
-            run.folder,
-            len(run.records),
-            model["name"],
-            model.get("source", "-"),
-            model.get("dtype", "-"),
-        ]
-        cells += [meta["template"]["kind"], meta["seed"], essays, revisions, versions]
-        rows.append([*map(str, cells)])
+        about = [model["name"], model.get("source", "-"), model.get("dtype", "-")]
+        asked = [meta["template"]["kind"], meta["seed"], essays]
+        rows.append([*map(str, (run.folder, len(run.records), *about, *asked, revisions, versions))])
     head = ["folder", "records", "model", "source", "dtype", "template", "seed", "essays", "revision"]
     return Table("Runs", "", [*head, "versions"], rows)
 
