@@ -82,8 +82,10 @@ class RowTrace:
         return RowTrace(joined("utility_TP", math.nan), joined("score_TLP", math.nan), protected_TP, newest_T)
 
     def _at(self, steps: Tensor | slice, positions: slice = slice(None)) -> RowTrace:
-        of_positions = (self.utility_TP, self.score_TLP, self.protected_TP)
-        return RowTrace(*(value[steps][..., positions] for value in of_positions), self.newest_T[steps])
+        utility_TP, score_TLP, protected_TP = (
+            value[steps][..., positions] for value in (self.utility_TP, self.score_TLP, self.protected_TP)
+        )
+        return RowTrace(utility_TP, score_TLP, protected_TP, self.newest_T[steps])
 
 
 def row_trace(recording: Recording, row: int = 0, limits: Limits | None = None) -> RowTrace:

@@ -6,7 +6,7 @@ import reprlib
 from types import UnionType
 from typing import Any, get_args
 
-_KINDS = {
+_KINDS: dict[type, str] = {
     **{str: "a text", bool: "true or false", int: "a whole number", float: "a number"},
     **{list: "a list", dict: "an object"},
 }
@@ -21,7 +21,8 @@ def check(value: Any, form: Any, name: str = "") -> None:
             return
         form = (form if isinstance(form, tuple) else get_args(form))[0]
     kind = form if isinstance(form, type) else type(form)
-    if not isinstance(value, (int, float) if kind is float else kind):
+    allowed: Any = (int, float) if kind is float else kind
+    if not isinstance(value, allowed):
         raise ValueError(f"{name or 'it'} must be {_KINDS[kind]}, got {reprlib.repr(value)}")
     parts: dict[Any, Any] = {}
     if isinstance(form, list):

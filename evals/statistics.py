@@ -20,7 +20,7 @@ CONFIDENCE = 0.95
 SAME = 1e-9
 """Scores go from 0 to 1; what is closer than this is the same, up to rounding."""
 
-Strata = Sequence[Sequence[float]] | Sequence[np.ndarray]
+Strata = Sequence[Sequence[float] | np.ndarray]
 
 
 @dataclass(frozen=True)

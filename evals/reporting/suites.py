@@ -50,7 +50,7 @@ def named_options(text: str) -> Options | None:
     """The options of a policy as the command line has it: `inertiakv`, or `inertiakv:alpha=0.3:pool=7`."""
     name, changes = parse_policy(text)
     config = policy(name, **changes)
-    return recorded_options(config and json.loads(json.dumps(dataclasses.asdict(config))))
+    return None if config is None else recorded_options(json.loads(json.dumps(dataclasses.asdict(config))))
 
 
 def changed_options(options: Options) -> Options:

@@ -15,7 +15,7 @@ from torch import Tensor
 from inertiakv import EvictionConfig
 from inertiakv.evals import diagnostics as dx
 
-from .suites import REFERENCE, Rules, Run
+from .runs import REFERENCE, Rules, Run
 
 
 def analyse(rules: Rules, runs: dict[EvictionConfig, Run]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from inertiakv.evals.reporting.figures import draw
 
-from .suites import Run
+from .runs import Run
 
 
 def retention(file: Path, runs: dict[str, Run]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from inertiakv import TextStream
 
-from .suites import Run
+from .runs import Run
 
 LEVELS = 8
 _RAMP = (16, 17, 18, 54, 90, 126, 162, 198)
