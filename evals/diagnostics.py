@@ -269,6 +269,7 @@ def layer_spearman(a: RowTrace, b: RowTrace) -> Tensor:
 
 def layer_jaccard(a: RowTrace, b: RowTrace, budget: int) -> Tensor:
     """Jaccard of two rules' top B in each layer, a mean over the same steps, [L]."""
+    assert torch.equal(a.present_TP, b.present_TP)
     return jaccard(layer_sets(a, budget), layer_sets(b, budget)).nanmean(0)
 
 

@@ -68,6 +68,7 @@ def compare(differences: Strata) -> Comparison:
 
 def bootstrap(strata: Strata, *, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
     """means_R: the mean of the strata's means, in each of the resamples."""
+    assert all(map(len, strata))
     total_R = np.zeros(resamples)
     for number, values_N in enumerate(strata):
         counts_RN = _counts(len(values_N), number, resamples, seed)
