@@ -8,8 +8,7 @@ from pathlib import Path
 
 from . import chains, longbench, needle, ruler
 from .essays import Essays
-from .prompting import Prompting
-from .task import Task
+from .task import Prompting, Task
 
 
 @dataclass(frozen=True)
@@ -20,9 +19,8 @@ class Setting:
     max_positions: int
     """Of the model: prompts about documents are cut to it."""
     seed: int
-    samples: int | None
     essays: Essays | None
-    """None where no task needs any."""
+    """There where a task needs them."""
     data: Path | None
     """A folder with the files of all benchmarks that have data; None: the hub has them."""
 
@@ -35,14 +33,6 @@ class Benchmark:
     """What it can be told: `lengths`, where its tasks make prompts of any length, `essays`, `data`."""
     make: Callable[[str, Setting], Task]
     """The task of such a name. Raises ValueError, or OSError, for data that are missing or wrong."""
-    paper_tasks: Sequence[str] | None = None
-    """Those of the method's paper, where these are not all: the benchmark's name stands for them."""
-
-
-def _needle_grid(name: str, s: Setting) -> Task:
-    assert s.essays is not None
-    rounds = -(-(s.samples or 1) // len(needle.DEPTHS))  # each goes through all depths
-    return needle.NeedleGrid(s.prompting, s.essays, s.seed, rounds=rounds)
 
 
 BENCHMARKS = {
@@ -55,14 +45,15 @@ BENCHMARKS = {
         longbench.TASKS,
         ("data",),
         lambda name, s: longbench.LongBench(name, s.prompting, s.max_positions, s.data),
-        longbench.PAPER_TASKS,
     ),
     "longbench-v2": Benchmark(
         longbench.V2_TASKS,
         ("data",),
         lambda name, s: longbench.LongBenchV2(s.prompting, s.max_positions, s.data),
     ),
-    "niah": Benchmark(needle.TASKS, ("lengths", "essays"), _needle_grid),
+    "niah": Benchmark(
+        needle.TASKS, ("lengths", "essays"), lambda name, s: needle.NeedleGrid(s.prompting, s.essays)
+    ),
     "chains": Benchmark(chains.TASKS, ("lengths",), lambda name, s: chains.Chains(name, s.prompting, s.seed)),
 }
 
@@ -83,7 +74,7 @@ def expand(names: Sequence[str]) -> list[str]:
         if name in found.tasks:
             tasks[name] = None
         elif name in BENCHMARKS:
-            tasks |= dict.fromkeys(found.paper_tasks or found.tasks)
+            tasks |= dict.fromkeys(found.tasks)
         else:
             raise ValueError(f"unknown task {name!r}; choose from {', '.join(found.tasks)}")
     return list(tasks)

@@ -43,11 +43,10 @@ from inertiakv.compiling.collectives import TensorParallel
 from inertiakv.decoding.tensor_parallel import check_rule
 from inertiakv.evals import registry
 from inertiakv.evals.essays import Essays, load_essays
-from inertiakv.evals.prompting import Prompting
-from inertiakv.evals.records import Record, means
+from inertiakv.evals.records import NAME, Record, means, read_meta
 from inertiakv.evals.rules import Rule, choose_rules
 from inertiakv.evals.run import Evaluation, count, make_groups
-from inertiakv.evals.run_meta import NAME, read_meta
+from inertiakv.evals.task import Prompting
 from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scripts import decode
 from inertiakv.scripts.cli import program, prompts
@@ -77,7 +76,7 @@ class TaskOptions:
     """The tokenizer's chat template around a prompt, or the prompt as it is."""
     template_args: prompts.TemplateArgs = ()
     """What the chat template is given beside messages, as enable_thinking=false."""
-    essays: Annotated[str | None, Option(metavar="FILE|DIR|hub", default="the project's")] = None
+    essays: Annotated[str | None, Option(metavar="FILE|hub", default="the project's")] = None
     """The text that needles are hidden in."""
     data: Annotated[Path | None, Option(metavar="DIR", default="from the hub")] = None
     """The folder with the files of all benchmarks that have data."""
@@ -184,7 +183,7 @@ def ask(args: Arguments, asked: Asked, tp: TensorParallel, device: str) -> tuple
             raise ValueError(f"--lengths {max(lengths)} is more than the model's {most} positions")
         template_args = prompts.parse_template_args(args.task.template_args)
         prompting = Prompting(tokenizer, args.task.template, template_args)
-        source = (args.task.seed, args.task.samples, asked.essays, args.task.data)
+        source = (args.task.seed, asked.essays, args.task.data)
         with loading():
             tasks = registry.make_tasks(asked.names, registry.Setting(prompting, most, *source))
         groups = make_groups(tasks, lengths, args.task.samples)

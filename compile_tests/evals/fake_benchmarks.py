@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
-from inertiakv.evals.prompting import Prompting
 from inertiakv.evals.registry import Benchmark
-from inertiakv.evals.task import Sample
+from inertiakv.evals.task import Prompting, Sample
 
 NEW_TOKENS = 6
 ESSAYS = SimpleNamespace(name="essays of these tests", sha256="e5")
@@ -40,7 +39,7 @@ class FakeTask:
 
 
 class FakeDataTask:
-    """Prompts of its own lengths, in no order; one goes without the chat template."""
+    """Prompts of its own lengths, in no order."""
 
     name = "rows"
     metric = "fake"
@@ -54,7 +53,7 @@ class FakeDataTask:
     def sample(self, length: int | None, index: int) -> Sample:
         assert length is None
         text = letters(f"rows {index}", self.sizes[index])
-        return Sample(self.name, None, index, text, "", ("a", "b"), NEW_TOKENS, chat=index != 2)
+        return Sample(self.name, None, index, text, "", ("a", "b"), NEW_TOKENS)
 
     def score(self, prediction: str, sample: Sample) -> float:
         return score(prediction)
@@ -73,7 +72,6 @@ BENCHMARKS = {
         ("made:short", "made:long"),
         ("lengths", "essays"),
         lambda name, setting: FakeTask(name, setting.prompting, setting.seed),
-        ("made:short",),
     ),
     "rows": Benchmark(("rows",), ("data",), lambda name, setting: FakeDataTask()),
 }

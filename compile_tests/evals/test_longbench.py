@@ -11,8 +11,8 @@ import pytest
 from compile_tests.tiny_chat import BOS, tiny_tokenizer
 from inertiakv.evals import data_files
 from inertiakv.evals.longbench import LongBench, LongBenchV2, cut_middle
-from inertiakv.evals.longbench_prompts import PAPER, PROMPTS
-from inertiakv.evals.prompting import Prompting
+from inertiakv.evals.longbench_prompts import PROMPTS
+from inertiakv.evals.task import Prompting
 
 GOLDEN = json.loads((Path(__file__).parent / "longbench_prompts.json").read_text(encoding="utf-8"))
 LONG = 200_000
@@ -68,7 +68,7 @@ def test_prompts_are_the_published_ones() -> None:
 
 
 def test_lengths_metrics_and_templates_are_the_published_ones() -> None:
-    lengths = [(name, prompt.max_new_tokens, prompt.metric) for name, prompt in PAPER.items()]
+    lengths = [(name, prompt.max_new_tokens, prompt.metric) for name, prompt in PROMPTS.items()]
     assert lengths == [
         ("hotpotqa", 32, "qa_f1"),
         ("2wikimqa", 32, "qa_f1"),
@@ -79,8 +79,6 @@ def test_lengths_metrics_and_templates_are_the_published_ones() -> None:
         ("qmsum", 512, "rouge-l"),
         ("passage_retrieval_en", 32, "retrieval"),
     ]
-    assert {name for name, prompt in PROMPTS.items() if not prompt.chat} == {"triviaqa", "samsum"}
-    assert {name for name, prompt in PROMPTS.items() if prompt.first_line} == {"triviaqa", "samsum"}
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen"])
@@ -97,35 +95,18 @@ def test_a_sample_is_the_filled_prompt_with_one_bos(tmp_path: Path, kind: str) -
     sample = task.sample(None, 0)
     assert sample.prompt == GOLDEN["hotpotqa"].format(**ROW)
     assert sample.references == ("the keeper", "a keeper of ships", "Keeper")
-    assert (sample.answer_prefix, sample.max_new_tokens, sample.chat) == ("", 32, True)
+    assert (sample.answer_prefix, sample.max_new_tokens) == ("", 32)
     assert sample.facts["_id"] == "abc"
     assert sample.facts["cut"] is False
     assert task.score("ships of a keeper", sample) == pytest.approx(1)
 
-    ids = put.encode(sample.prompt, sample.answer_prefix, chat=sample.chat)
+    ids = put.encode(sample.prompt, sample.answer_prefix)
     assert put.count_bos(ids) == (1 if kind == "llama" else 0)
     text = put.tokenizer.decode(ids)
     if kind == "llama":
         assert text == f"{BOS}[user]{sample.prompt}</s>[assistant]"
     else:
         assert text == f"<|im_start|>user\n{sample.prompt}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_examples_to_continue_take_no_template_and_one_line_is_scored(tmp_path: Path) -> None:
-    put = prompting()
-    write(tmp_path, "triviaqa.jsonl", ROW)
-    task = LongBench("longbench:triviaqa", prompting=put, max_positions=LONG, data=tmp_path)
-    sample = task.sample(None, 0)
-    assert sample.chat is False
-    ids = put.encode(sample.prompt, sample.answer_prefix, chat=sample.chat)
-    assert put.tokenizer.decode(ids) == BOS + sample.prompt
-    assert put.count_bos(ids) == 1
-    assert task.score("\n\nKeeper\nPassage 2", sample) == 1
-    assert task.score("", sample) == 0
-
-    write(tmp_path, "musique.jsonl", ROW)
-    musique = LongBench("longbench:musique", prompting=put, max_positions=LONG, data=tmp_path)
-    assert musique.score("Keeper\nPassage 2", sample) == pytest.approx(2 / (3 + 1))
 
 
 def test_rouge_and_retrieval_tasks_score_and_say_by_what(tmp_path: Path) -> None:
@@ -227,23 +208,11 @@ def test_v2_is_the_published_prompt_and_keeps_what_results_are_grouped_by(tmp_pa
     assert short.prompt.endswith('(insert answer here)".')
 
 
-def test_rows_come_from_parquet_and_lists_too(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    options: Any = {"prompting": prompting(), "max_positions": LONG}
-    write(tmp_path / "a", "hotpotqa.jsonl", ROW, ROW | {"_id": "second"})
-    (tmp_path / "b" / "hotpotqa").mkdir(parents=True)
-    table = pyarrow.Table.from_pylist([ROW, ROW | {"_id": "second"}])
-    parquet.write_table(table, tmp_path / "b" / "hotpotqa" / "test-00000-of-00001.parquet")
-    lines, columns = (LongBench("longbench:hotpotqa", data=tmp_path / folder, **options) for folder in "ab")
-    assert [lines.sample(None, index) for index in range(2)] == [
-        columns.sample(None, index) for index in range(2)
-    ]
-    assert lines.source != columns.source
-    assert "sha256" in columns.source
-
+def test_rows_come_from_lists_too(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(json.dumps([ROW_V2, ROW_V2]), encoding="utf-8")
-    assert LongBenchV2(data=tmp_path, **options).count(None) == 2
+    task = LongBenchV2(prompting=prompting(), max_positions=LONG, data=tmp_path)
+    assert task.count(None) == 2
+    assert "sha256" in task.source
 
 
 def test_rows_come_from_the_hub_where_no_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +248,6 @@ def test_wrong_files_are_named(tmp_path: Path, content: str, message: str) -> No
         ("data.json", b"{}", "not a list"),
         ("data.json", b"[1", "not valid JSON"),
         ("longbench-v2.jsonl", b"\xff", "not UTF-8 text"),
-        ("longbench-v2.parquet", b"PAR1", "not a parquet file"),
     ],
 )
 def test_wrong_formats_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -288,25 +256,11 @@ def test_wrong_formats_are_named(tmp_path: Path, name: str, content: bytes, mess
         LongBenchV2(prompting=prompting(), max_positions=LONG, data=tmp_path)
 
 
-def test_a_folder_that_lacks_a_file_is_told_with_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_lacks_a_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_files, "hub_rows", lambda *_: pytest.fail("asked the hub"))
-    options: Any = {"prompting": prompting(), "max_positions": LONG, "data": tmp_path}
-    with pytest.raises(
-        FileNotFoundError, match=rf"longbench-v2: {tmp_path} has none of data\.json, .* nothing$"
-    ):
-        LongBenchV2(**options)
-    (tmp_path / "trec").mkdir()
-    for number in range(8):
-        (tmp_path / f"{number}.jsonl").write_text("")
-    looked = r"qasper\.jsonl, data/qasper\.jsonl, qasper\.parquet, qasper/test-00000-of-00001\.parquet"
-    with pytest.raises(FileNotFoundError, match=rf"{looked}, but 0\.jsonl, .*, 7\.jsonl, 1 more$"):
-        LongBench("longbench:qasper", **options)
-    for number in range(8):
-        (tmp_path / f"{number}.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match=rf"{looked}, but trec/$"):
-        LongBench("longbench:qasper", **options)
+    looked = rf"longbench:qasper: {tmp_path} has none of qasper\.jsonl, data/qasper\.jsonl$"
+    with pytest.raises(FileNotFoundError, match=looked):
+        LongBench("longbench:qasper", prompting=prompting(), max_positions=LONG, data=tmp_path)
 
 
 def test_no_data_at_all_is_said_at_once() -> None:
