@@ -64,7 +64,7 @@ def load_dataset(
     """The rows of the data set that errors call `title`, and its source: the file or the hub's data set, with
     the hash of its content.
 
-    files: names that its file may have below `data`: a .jsonl, or a .json with a list.
+    files: names that its file may have below `data`: a .jsonl, .parquet, or .json with a list.
     fields: what every row must have, and of which type.
     hub: read where `data` is None.
 
@@ -89,12 +89,27 @@ def load_dataset(
 
 
 def _read(file: Path) -> list[Row]:
+    if file.suffix == ".parquet":
+        return _read_parquet(file)
     rows: Any = read_json(file) if file.suffix == ".json" else []
     if not isinstance(rows, list):
         raise ValueError(f"{file} is not a list of rows")
     for number, line in enumerate(read_text(file).split("\n") if file.suffix != ".json" else [], 1):
         rows += [parse_json(line, f"{file}, line {number} is not JSON")] if line.strip() else []
     return list(rows)
+
+
+def _read_parquet(file: Path) -> list[Row]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_table
+    except ImportError as error:
+        raise ValueError(f"{file} needs the package pyarrow: pip install 'inertiakv[eval]'") from error
+    try:
+        rows: list[Row] = read_table(file).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"{file} is not a parquet file: {error}") from error
+    return rows
 
 
 def _check(row: Any, fields: Mapping[str, type], where: str) -> None:

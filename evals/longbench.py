@@ -2,13 +2,14 @@
 LongBench-v2 ([arXiv 2412.15204](https://arxiv.org/abs/2412.15204)), 503 questions with four choices each.
 
 Prompts, generation lengths, truncation and metrics are those of the authors' scripts. They leave the chat
-template of today's models open: here it is the tokenizer's own, around the truncated prompt. Of LongBench's
-tasks there are the eight of the method's paper, none of which goes without a template there.
+template of today's models open: here it is the tokenizer's own, around the truncated prompt. What is to be
+continued rather than answered (`Prompt.chat`) goes without one, as there.
 
-Differences. LongBench: an empty prediction is scored by no metric, it is 0, which changes no score.
-LongBench-v2 (no reasoning): they sample at temperature 0.1, here decoding is greedy, so that policies differ
-in what they keep and not in luck; they leave out empty answers, here all 503 count.
-`difficulty` and `length` among a sample's facts are what their table is grouped by.
+Differences. LongBench: `samsum` does not stop at the end of a line, its first line is taken afterwards; and
+an empty prediction is scored by no metric, it is 0 (neither changes a score). LongBench-v2 (no reasoning):
+they sample at temperature 0.1, here decoding is greedy, so that policies differ in what they keep and not in
+luck; they leave out empty answers, here all 503 count. `difficulty` and `length` among a sample's facts are
+what their table is grouped by.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 
 from . import metrics
 from .data_files import Hub, Row, load_dataset
-from .longbench_prompts import PROMPTS, V2_PLACEHOLDERS, V2_PROMPT
+from .longbench_prompts import PAPER, PROMPTS, V2_PLACEHOLDERS, V2_PROMPT
 from .task import Prompting, Sample
 
+PAPER_TASKS = tuple(f"longbench:{name}" for name in PAPER)
 TASKS = tuple(f"longbench:{name}" for name in PROMPTS)
 V2_TASKS = ("longbench-v2",)
 V2_MAX_LENGTH = 120_000
@@ -29,6 +31,7 @@ _METRICS: dict[str, metrics.Metric] = {
     "qa_f1": metrics.qa_f1,
     "rouge-l": metrics.rouge_l,
     "retrieval": metrics.retrieval,
+    "count": metrics.count,
 }
 _V2_FACTS = ("_id", "domain", "difficulty", "length")
 
@@ -54,12 +57,19 @@ class _Documents:
         return len(self._rows)
 
     def _sample(
-        self, index: int, prompt: str, references: Sequence[str], new_tokens: int, facts: Row
+        self,
+        index: int,
+        prompt: str,
+        references: Sequence[str],
+        new_tokens: int,
+        facts: Row,
+        chat: bool = True,
     ) -> Sample:
-        prompt, cut_facts = self._fit(prompt, new_tokens)
-        return Sample(self.name, None, index, prompt, "", tuple(references), new_tokens, facts | cut_facts)
+        prompt, cut_facts = self._fit(prompt, new_tokens, chat)
+        facts = facts | cut_facts
+        return Sample(self.name, None, index, prompt, "", tuple(references), new_tokens, facts, chat)
 
-    def _fit(self, prompt: str, new_tokens: int) -> tuple[str, dict[str, Any]]:
+    def _fit(self, prompt: str, new_tokens: int, chat: bool) -> tuple[str, dict[str, Any]]:
         """The prompt, cut in the middle where it must be (both ends may hold instructions), and the facts:
         tokens that it had, tokens that it may have, and whether it was cut.
 
@@ -67,12 +77,12 @@ class _Documents:
         Raises ValueError where the model has no positions to spare."""
         tokenizer = self._prompting.tokenizer
         ids = tokenizer(prompt, verbose=False)["input_ids"]
-        template = self._prompting.count("") - len(tokenizer("")["input_ids"])
+        template = self._prompting.count("", chat=chat) - len(tokenizer("")["input_ids"])
         room = self._max_positions - new_tokens
         limit = min(room - template, self.max_length or room)
         while limit >= 2:
             text = cut_middle(tokenizer, ids, limit, joined=self.joined) if len(ids) > limit else prompt
-            excess = self._prompting.count(text) - room
+            excess = self._prompting.count(text, chat=chat) - room
             if excess <= 0:
                 return text, {"uncut_tokens": len(ids), "max_length": limit, "cut": len(ids) > limit}
             limit -= excess
@@ -85,8 +95,8 @@ class _Documents:
 class LongBench(_Documents):
     """The task `longbench:hotpotqa` and so on.
 
-    `data`: a folder with `hotpotqa.jsonl`, or with the published archive's folder `data`; None: the hub, a
-    mirror that needs no script.
+    `data`: a folder with `hotpotqa.jsonl` (or .parquet), or with the published archive's folder `data`; None:
+    the hub, a mirror that needs no script.
     """
 
     fields: dict[str, type] = {"input": str, "context": str, "answers": list}  # noqa: RUF012
@@ -94,7 +104,8 @@ class LongBench(_Documents):
 
     def __init__(self, name: str, prompting: Prompting, max_positions: int, data: Path | None = None) -> None:
         self.name, short = name, name.removeprefix("longbench:")
-        files = [f"{short}.jsonl", f"data/{short}.jsonl"]
+        files = [f"{short}.jsonl", f"data/{short}.jsonl", f"{short}.parquet"]
+        files.append(f"{short}/test-00000-of-00001.parquet")
         hub = ("Xnhyacinth/LongBench", short, "test")
         super().__init__(files, hub, prompting, max_positions, data)
         for number, row in enumerate(self._rows, 1):
@@ -108,15 +119,17 @@ class LongBench(_Documents):
         row, prompt = self._rows[index], self._prompt
         text = prompt.text.format(context=row["context"], input=row["input"])
         facts: dict[str, Any] = {key: row[key] for key in ("_id", "length") if key in row}
-        return self._sample(index, text, row["answers"], prompt.max_new_tokens, facts)
+        return self._sample(index, text, row["answers"], prompt.max_new_tokens, facts, prompt.chat)
 
     def score(self, prediction: str, sample: Sample) -> float:
+        if self._prompt.first_line:
+            prediction = prediction.lstrip("\n").split("\n")[0]
         return metrics.best(_METRICS[self._prompt.metric], prediction, sample.references)
 
 
 class LongBenchV2(_Documents):
-    """The task `longbench-v2`. `data`: a folder with the published `data.json`, or with `longbench-v2.jsonl`;
-    None: the hub."""
+    """The task `longbench-v2`. `data`: a folder with the published `data.json`, or with `longbench-v2.jsonl`
+    (or .json, .parquet); None: the hub."""
 
     name = "longbench-v2"
     metric = "accuracy"
@@ -125,8 +138,9 @@ class LongBenchV2(_Documents):
     max_length = V2_MAX_LENGTH
 
     def __init__(self, prompting: Prompting, max_positions: int, data: Path | None = None) -> None:
+        files = ["data.json", *(f"{self.name}{suffix}" for suffix in (".json", ".jsonl", ".parquet"))]
         hub = ("THUDM/LongBench-v2", None, "train")
-        super().__init__(["data.json", f"{self.name}.jsonl"], hub, prompting, max_positions, data)
+        super().__init__(files, hub, prompting, max_positions, data)
 
     def sample(self, length: int | None, index: int) -> Sample:
         row, prompt = self._rows[index], V2_PROMPT

@@ -88,8 +88,13 @@ def retrieval(prediction: str, reference: str) -> float:
     found = re.search(r"Paragraph (\d+)", reference)
     if not found:
         raise ValueError(f"a reference is 'Paragraph' and a number, got {reference!r}")
+    return count(prediction, found[1])
+
+
+def count(prediction: str, reference: str) -> float:
+    """Share of the prediction's numbers that are the reference, digit by digit."""
     numbers = re.findall(r"\d+", prediction)
-    return numbers.count(found[1]) / len(numbers) if numbers else 0.0
+    return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
 def extract_choice(prediction: str) -> str | None:

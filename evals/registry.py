@@ -33,6 +33,8 @@ class Benchmark:
     """What it can be told: `lengths`, where its tasks make prompts of any length, `essays`, `data`."""
     make: Callable[[str, Setting], Task]
     """The task of such a name. Raises ValueError, or OSError, for data that are missing or wrong."""
+    paper_tasks: Sequence[str] | None = None
+    """Those of the method's paper, where these are not all: the benchmark's name stands for them."""
 
 
 BENCHMARKS = {
@@ -45,6 +47,7 @@ BENCHMARKS = {
         longbench.TASKS,
         ("data",),
         lambda name, s: longbench.LongBench(name, s.prompting, s.max_positions, s.data),
+        longbench.PAPER_TASKS,
     ),
     "longbench-v2": Benchmark(
         longbench.V2_TASKS,
@@ -74,7 +77,7 @@ def expand(names: Sequence[str]) -> list[str]:
         if name in found.tasks:
             tasks[name] = None
         elif name in BENCHMARKS:
-            tasks |= dict.fromkeys(found.tasks)
+            tasks |= dict.fromkeys(found.paper_tasks or found.tasks)
         else:
             raise ValueError(f"unknown task {name!r}; choose from {', '.join(found.tasks)}")
     return list(tasks)

@@ -27,6 +27,8 @@ class Sample:
     max_new_tokens: int
     facts: dict[str, Any] = field(default_factory=dict)
     """Whatever else its record should tell: the depth of a needle, the difficulty of a question."""
+    chat: bool = True
+    """Whether the prompt goes into the chat template, where there is one: examples to continue do not."""
 
 
 class Task(Protocol):
@@ -74,15 +76,15 @@ class Prompting:
         elif self.args:
             raise ValueError("template arguments have no effect with --template none")
 
-    def encode(self, prompt: str, answer_prefix: str = "") -> list[int]:
-        """Token ids, with exactly one BOS where the tokenizer puts one."""
-        if self.template == "chat":
+    def encode(self, prompt: str, answer_prefix: str = "", *, chat: bool = True) -> list[int]:
+        """Token ids, with exactly one BOS where the tokenizer puts one. `chat=False`: no template."""
+        if self.template == "chat" and chat:
             prompt = chat_text(self.tokenizer, [{"role": "user", "content": prompt}], template_args=self.args)
         return encode_text(self.tokenizer, prompt + answer_prefix)
 
-    def count(self, prompt: str, answer_prefix: str = "") -> int:
+    def count(self, prompt: str, answer_prefix: str = "", *, chat: bool = True) -> int:
         """Tokens that `encode` gives."""
-        return len(self.encode(prompt, answer_prefix))
+        return len(self.encode(prompt, answer_prefix, chat=chat))
 
     def count_bos(self, ids: Sequence[int]) -> int:
         """How many BOS are among these ids: 0 where the tokenizer has none, else 1, or more where the chat

@@ -39,7 +39,7 @@ class FakeTask:
 
 
 class FakeDataTask:
-    """Prompts of its own lengths, in no order."""
+    """Prompts of its own lengths, in no order; one goes without the chat template."""
 
     name = "rows"
     metric = "fake"
@@ -53,7 +53,7 @@ class FakeDataTask:
     def sample(self, length: int | None, index: int) -> Sample:
         assert length is None
         text = letters(f"rows {index}", self.sizes[index])
-        return Sample(self.name, None, index, text, "", ("a", "b"), NEW_TOKENS)
+        return Sample(self.name, None, index, text, "", ("a", "b"), NEW_TOKENS, chat=index != 2)
 
     def score(self, prediction: str, sample: Sample) -> float:
         return score(prediction)
@@ -72,6 +72,7 @@ BENCHMARKS = {
         ("made:short", "made:long"),
         ("lengths", "essays"),
         lambda name, setting: FakeTask(name, setting.prompting, setting.seed),
+        ("made:short",),
     ),
     "rows": Benchmark(("rows",), ("data",), lambda name, setting: FakeDataTask()),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -408,6 +409,29 @@ def test_prompts_that_do_not_fit_are_found_before_any_is_answered(loaded: Any) -
     tiny = make_groups([made(loaded)], [20], 2)
     with pytest.raises(ValueError, match="20 tokens are too few"):
         evaluation(loaded, some_rules("full")).check(tiny)
+
+
+def test_all_prompts_are_made_where_a_length_may_be_too_short_for_some(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, asking = made(loaded), evaluation(loaded, some_rules("full"))
+    least = next(length for length in range(512) if _can(task, length, 0))
+    groups = make_groups([task], [least + 2], 4)
+    with pytest.raises(ValueError, match=f"{least + 2} tokens are too few"):  # for sample 3 alone
+        asking.check(groups)
+    asking.check(make_groups([task], [least + 3], 4))
+    indices: list[int] = []
+    question = asking._question
+    monkeypatch.setattr(asking, "_question", lambda group, i: indices.append(i) or question(group, i))
+    asking.check(make_groups([task], [4 * least], 4))
+    asking.check([Group(task, 4 * least, [])])
+    assert indices == [0]
+
+
+def _can(task: FakeTask, length: int, index: int) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(task.sample(length, index))
+    return False
 
 
 def test_a_later_prompt_that_does_not_fit_is_named_too(loaded: Any) -> None:

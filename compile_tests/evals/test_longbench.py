@@ -11,7 +11,7 @@ import pytest
 from compile_tests.tiny_chat import BOS, tiny_tokenizer
 from inertiakv.evals import data_files
 from inertiakv.evals.longbench import LongBench, LongBenchV2, cut_middle
-from inertiakv.evals.longbench_prompts import PROMPTS
+from inertiakv.evals.longbench_prompts import PAPER, PROMPTS
 from inertiakv.evals.task import Prompting
 
 GOLDEN = json.loads((Path(__file__).parent / "longbench_prompts.json").read_text(encoding="utf-8"))
@@ -78,7 +78,15 @@ def test_lengths_metrics_and_templates_are_the_published_ones() -> None:
         ("multi_news", 512, "rouge-l"),
         ("qmsum", 512, "rouge-l"),
         ("passage_retrieval_en", 32, "retrieval"),
+        ("narrativeqa", 128, "qa_f1"),
+        ("multifieldqa_en", 64, "qa_f1"),
+        ("triviaqa", 32, "qa_f1"),
+        ("samsum", 128, "rouge-l"),
+        ("passage_count", 32, "count"),
     ]
+    assert list(PAPER) == [name for name, *_ in lengths[:8]]
+    assert {name for name, prompt in PROMPTS.items() if not prompt.chat} == {"triviaqa", "samsum"}
+    assert {name for name, prompt in PROMPTS.items() if prompt.first_line} == {"triviaqa", "samsum"}
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen"])
@@ -95,18 +103,35 @@ def test_a_sample_is_the_filled_prompt_with_one_bos(tmp_path: Path, kind: str) -
     sample = task.sample(None, 0)
     assert sample.prompt == GOLDEN["hotpotqa"].format(**ROW)
     assert sample.references == ("the keeper", "a keeper of ships", "Keeper")
-    assert (sample.answer_prefix, sample.max_new_tokens) == ("", 32)
+    assert (sample.answer_prefix, sample.max_new_tokens, sample.chat) == ("", 32, True)
     assert sample.facts["_id"] == "abc"
     assert sample.facts["cut"] is False
     assert task.score("ships of a keeper", sample) == pytest.approx(1)
 
-    ids = put.encode(sample.prompt, sample.answer_prefix)
+    ids = put.encode(sample.prompt, sample.answer_prefix, chat=sample.chat)
     assert put.count_bos(ids) == (1 if kind == "llama" else 0)
     text = put.tokenizer.decode(ids)
     if kind == "llama":
         assert text == f"{BOS}[user]{sample.prompt}</s>[assistant]"
     else:
         assert text == f"<|im_start|>user\n{sample.prompt}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_examples_to_continue_take_no_template_and_one_line_is_scored(tmp_path: Path) -> None:
+    put = prompting()
+    write(tmp_path, "triviaqa.jsonl", ROW)
+    task = LongBench("longbench:triviaqa", prompting=put, max_positions=LONG, data=tmp_path)
+    sample = task.sample(None, 0)
+    assert sample.chat is False
+    ids = put.encode(sample.prompt, sample.answer_prefix, chat=sample.chat)
+    assert put.tokenizer.decode(ids) == BOS + sample.prompt
+    assert put.count_bos(ids) == 1
+    assert task.score("\n\nKeeper\nPassage 2", sample) == 1
+    assert task.score("", sample) == 0
+
+    write(tmp_path, "musique.jsonl", ROW)
+    musique = LongBench("longbench:musique", prompting=put, max_positions=LONG, data=tmp_path)
+    assert musique.score("Keeper\nPassage 2", sample) == pytest.approx(2 / (3 + 1))
 
 
 def test_rouge_and_retrieval_tasks_score_and_say_by_what(tmp_path: Path) -> None:
@@ -208,11 +233,23 @@ def test_v2_is_the_published_prompt_and_keeps_what_results_are_grouped_by(tmp_pa
     assert short.prompt.endswith('(insert answer here)".')
 
 
-def test_rows_come_from_lists_too(tmp_path: Path) -> None:
+def test_rows_come_from_parquet_and_lists_too(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    options: Any = {"prompting": prompting(), "max_positions": LONG}
+    write(tmp_path / "a", "hotpotqa.jsonl", ROW, ROW | {"_id": "second"})
+    (tmp_path / "b" / "hotpotqa").mkdir(parents=True)
+    table = pyarrow.Table.from_pylist([ROW, ROW | {"_id": "second"}])
+    parquet.write_table(table, tmp_path / "b" / "hotpotqa" / "test-00000-of-00001.parquet")
+    lines, columns = (LongBench("longbench:hotpotqa", data=tmp_path / folder, **options) for folder in "ab")
+    assert [lines.sample(None, index) for index in range(2)] == [
+        columns.sample(None, index) for index in range(2)
+    ]
+    assert lines.source != columns.source
+    assert "sha256" in columns.source
+
     (tmp_path / "data.json").write_text(json.dumps([ROW_V2, ROW_V2]), encoding="utf-8")
-    task = LongBenchV2(prompting=prompting(), max_positions=LONG, data=tmp_path)
-    assert task.count(None) == 2
-    assert "sha256" in task.source
+    assert LongBenchV2(data=tmp_path, **options).count(None) == 2
 
 
 def test_rows_come_from_the_hub_where_no_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +285,7 @@ def test_wrong_files_are_named(tmp_path: Path, content: str, message: str) -> No
         ("data.json", b"{}", "not a list"),
         ("data.json", b"[1", "not valid JSON"),
         ("longbench-v2.jsonl", b"\xff", "not UTF-8 text"),
+        ("longbench-v2.parquet", b"PAR1", "not a parquet file"),
     ],
 )
 def test_wrong_formats_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -258,8 +296,8 @@ def test_wrong_formats_are_named(tmp_path: Path, name: str, content: bytes, mess
 
 def test_a_folder_that_lacks_a_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_files, "hub_rows", lambda *_: pytest.fail("asked the hub"))
-    looked = rf"longbench:qasper: {tmp_path} has none of qasper\.jsonl, data/qasper\.jsonl$"
-    with pytest.raises(FileNotFoundError, match=looked):
+    looked = r"qasper\.jsonl, data/qasper\.jsonl, qasper\.parquet, qasper/test-00000-of-00001\.parquet$"
+    with pytest.raises(FileNotFoundError, match=rf"longbench:qasper: {tmp_path} has none of {looked}"):
         LongBench("longbench:qasper", prompting=prompting(), max_positions=LONG, data=tmp_path)
 
 

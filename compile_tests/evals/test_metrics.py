@@ -11,6 +11,7 @@ from inertiakv.evals import metrics
 from inertiakv.evals.metrics import (
     best,
     choice,
+    count,
     extract_choice,
     prefix_share,
     qa_f1,
@@ -46,7 +47,7 @@ def test_the_best_of_three_references_counts() -> None:
     assert best(qa_f1, "Rome", references) == 0
 
 
-@pytest.mark.parametrize("metric", [qa_f1, rouge_l, retrieval, choice])
+@pytest.mark.parametrize("metric", [qa_f1, rouge_l, retrieval, count, choice])
 @pytest.mark.parametrize("prediction", ["", " ", "\n\n"])
 def test_an_empty_prediction_is_wrong(metric: metrics.Metric, prediction: str) -> None:
     # The package alone would find something: the empty word behind the last full stop.
@@ -82,11 +83,12 @@ def test_rouge_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
         metrics.rouge_l_title()
 
 
-def test_retrieval() -> None:
+def test_retrieval_and_count() -> None:
     assert retrieval("Paragraph 12", "Paragraph 12") == 1
     assert retrieval("12 or 13, but rather 12", "Paragraph 12") == pytest.approx(2 / 3)
     assert retrieval("Paragraph 1", "Paragraph 12") == 0
     assert retrieval("the twelfth", "Paragraph 12") == 0
+    assert count("7 of 14", "7") == 0.5
     with pytest.raises(ValueError, match="'12'"):
         retrieval("12", "12")
 

@@ -12,7 +12,7 @@ from compile_tests.scripts.test_decode_cli import Result
 from inertiakv.evals.records import read_records
 
 ROOT = Path(__file__).resolve().parents[3]
-ARGV = ("--tasks", "made:short,rows", "--lengths", "130,90", "--samples", 3)
+ARGV = ("--tasks", "made,rows", "--lengths", "130,90", "--samples", 3)
 ARGV += ("--policies", "full,lazy2,snapkv:window=8", "--compression", "0.5", "--batch", 2)
 MADE = "--tasks made --lengths 100 --samples 2"
 

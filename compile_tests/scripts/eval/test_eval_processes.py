@@ -105,19 +105,8 @@ def test_a_process_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups_hold_a_model_and_share_the_samples(cli: Cli, tmp_path: Path) -> None:
     """Four processes, of which two and two hold a model together, write what one does."""
     model = tiny_chat(tmp_path / "model", heads=4, kv_heads=2)
-    argv = [
-        "--tasks",
-        "made:short",
-        "--lengths",
-        "90",
-        "--samples",
-        "3",
-        "--compression",
-        "0.5",
-        "--batch",
-        "2",
-    ]
-    argv += ["--policies", "full,lazy2,rehearsed:draft=4", "--batch", "2"]
+    argv = ["--tasks", "made", "--lengths", "90", "--samples", "3", "--compression", "0.5", "--batch", "2"]
+    argv += ["--policies", "full,lazy2,rehearsed:draft=4"]
     assert cli(*argv, "--out", tmp_path / "one", model=model).code == 0
     argv += ["--tensor-parallel-size", "2", "--out", str(tmp_path / "four"), "--model", str(model)]
     argv += ["--dtype", "float64", "--device", "cpu", "--no-compile"]

@@ -43,10 +43,10 @@ def test_run_meta_says_all_that_the_records_depend_on(whole: Path, folder: Path)
         *("policies", "tasks", "asked", "machine", "ranks", "started", "finished"),
     ]
     assert meta["command"].startswith(
-        "python scripts/eval.py --tasks made:short,rows --lengths 130,90 --samples 3 "
+        "python scripts/eval.py --tasks made,rows --lengths 130,90 --samples 3 "
     )
     assert meta["config"] == {
-        "tasks": "made:short,rows",
+        "tasks": "made,rows",
         "lengths": "130,90",
         "samples": 3,
         "seed": 42,
