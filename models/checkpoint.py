@@ -6,7 +6,6 @@ Names, shapes and dtypes of all tensors are checked before the first one is copi
 import itertools
 import logging
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from inertiakv.cache.memory import peak_bytes
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 
 from .config import ModelConfig, parse_config, parse_dtype
@@ -47,15 +45,6 @@ class FileTensor:
         return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """What loading took, in this process."""
-
-    num_bytes: int  # of the tensors that were read
-    seconds: float
-    peak_bytes: int  # of host memory, since the process started
-
-
 def load_checkpoint(
     folder: str | Path,
     dtype: str | torch.dtype = "auto",
@@ -67,12 +56,11 @@ def load_checkpoint(
 
     With `quantize="int8"` the matrices of linear layers are quantized one by one while they are read. In a
     tensor-parallel group `tp` each process reads its own part of the model only. Beside the model itself,
-    memory holds one tensor at a time. `model.loaded` says what loading took.
+    memory holds one tensor at a time.
 
     Raises FileNotFoundError for a missing file and ValueError for anything in the config or the files that is
     not understood or does not fit, or if the model cannot be quantized or split.
     """
-    start = time.perf_counter()
     check_quantize(quantize)
     folder = Path(folder)
     config = read_config(folder)
@@ -87,8 +75,7 @@ def load_checkpoint(
     if quantize is not None:
         make_room(model)
     model.to_empty(device=torch.device(device))
-    num_bytes = _fill(dict(checkpoint_views(model)), tensors, tp)
-    model.loaded = Loaded(num_bytes, time.perf_counter() - start, peak_bytes())
+    model.bytes_read = _fill(dict(checkpoint_views(model)), tensors, tp)
     return model
 
 
@@ -189,11 +176,7 @@ def _nothing_to_load(folder: Path) -> str:
 
 
 def _check(
-    folder: Path,
-    tensors: dict[str, FileTensor],
-    shapes: Mapping[str, Shape],
-    tied: bool,
-    tp: TensorParallel,
+    folder: Path, tensors: dict[str, FileTensor], shapes: Mapping[str, Shape], tied: bool, tp: TensorParallel
 ) -> None:
     """Leaves in `tensors` exactly those that `shapes` has, or raises ValueError."""
     for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:

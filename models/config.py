@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from . import llama, mistral, qwen2, qwen3, qwen3_moe
-from .family import Family, MoEConfig, RawConfig
+from .family import FAMILIES, Family, MoEConfig, RawConfig
 from .rope import RopeConfig
 
-FAMILIES = tuple(module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe))
 ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "hidden_act": ("silu",),

@@ -74,8 +74,6 @@ def load_model(
     model.source, model.substituted = source, name == ALIAS and folder == _wheel_folder()
     if tp.rank == 0:
         say(f"{'WARNING: ' if model.substituted else ''}{name}: from {source}")
-    if tp.size > 1:
-        _report_ranks(model)
 
     tokenizer = load_tokenizer(folder)
     eos = unite_ids(model.config.eos_token_ids, tokenizer.eos_token_id)
@@ -167,21 +165,6 @@ def _wheel_folder() -> Path:
 def say(text: str) -> None:
     """Prints a message for the user on stderr: stdout belongs to the program that loads the model."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _report_ranks(model: Transformer) -> None:
-    """Rank 0 prints what loading took on each rank."""
-    tp, loaded = model.tp, model.loaded
-    on_gpu = torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else 0
-    own = [loaded.num_bytes, loaded.seconds, loaded.peak_bytes, on_gpu]
-    of_ranks = tp.gather(torch.tensor(own, dtype=torch.float64, device=model.device)).view(-1, len(own))
-    if tp.rank > 0:
-        return
-    if tp.kv_copies > 1:
-        say(f"each KV head is held by {tp.kv_copies} ranks: there are fewer heads than ranks")
-    for rank, (num_bytes, seconds, host, gpu) in enumerate(of_ranks.tolist()):
-        memory = f"{host / 1e9:.2f} GB" + (f", on the GPU {gpu / 1e9:.2f} GB" if gpu else "")
-        say(f"rank {rank}: {num_bytes / 1e9:.2f} GB read in {seconds:.1f} s, peak memory {memory}")
 
 
 def _cached_repository(repository: str) -> Path | None:

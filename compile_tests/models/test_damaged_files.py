@@ -13,8 +13,7 @@ from compile_tests.models.test_checkpoint import shard
 from compile_tests.tiny import decoder_for, random_prompt, tiny_model
 from compile_tests.tiny_chat import tiny_chat
 from inertiakv import EvictionConfig
-from inertiakv.evals.records import read_records
-from inertiakv.evals.run_meta import read_meta
+from inertiakv.evals.records import read_meta, read_records
 from inertiakv.models import load_checkpoint, load_model
 from inertiakv.models.checkpoint import INDEX, SINGLE
 from inertiakv.models.hub import load_tokenizer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from contextlib import suppress
 
 import torch
@@ -22,16 +21,6 @@ def available_bytes(device: torch.device) -> int | None:
     with suppress(ValueError, OSError, AttributeError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
-
-
-def peak_bytes() -> int:
-    """The most of the host's memory that this process has had, 0 where the system does not say."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def require(parts: dict[str, int], device: torch.device, tp: TensorParallel = SINGLE_PROCESS) -> None:
