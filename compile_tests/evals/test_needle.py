@@ -30,7 +30,6 @@ def grid(kind: str = "llama", essays: Any = ESSAYS, **options: Any) -> needle.Ne
     depth=st.integers(0, 100),
     kind=st.sampled_from(["llama", "qwen"]),
 )
-@settings(max_examples=40)
 def test_the_needle_is_whole_and_the_length_kept(length: int, depth: int, kind: str) -> None:
     sample = grid(kind, depths=[depth]).sample(length, 0)
     assert sample.prompt.count(f"\n{NEEDLE}\n") == sample.prompt.count("Dolores") == 1
