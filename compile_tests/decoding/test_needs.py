@@ -62,5 +62,11 @@ def test_promises_of_every_policy(heap: Path, rows: int) -> None:
 
 @needs_heap
 @pytest.mark.slow
+def test_promises_in_bfloat16(heap: Path) -> None:
+    assert_kept(measured(heap, [(name, 4, 0, "bfloat16") for name in KINDS]))
+
+
+@needs_heap
+@pytest.mark.slow
 def test_promises_of_uneven_rows(heap: Path) -> None:
     assert_kept(measured(heap, [(name, 4, 37, "float32") for name in KINDS]))

@@ -109,7 +109,7 @@ def test_a_full_disk_leaves_the_former_file(
             full.setattr(saving, "save_file", full_disk)
         else:
             full.setattr(saving.os, "fsync" if when == "synchronising" else "replace", fails)
-        with pytest.raises(OSError, match="the conversation was not saved: .*No space left") as caught:
+        with pytest.raises(OSError, match=r"the conversation was not saved: .*No space left") as caught:
             other.save(path)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
     assert path.read_bytes() == before

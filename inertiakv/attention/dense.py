@@ -77,7 +77,9 @@ def observed(
     outs, weights_BGRN = [], None
     rows = zip(q_BHTD, k_BGND, v_BGND, visible_BXTN, strict=True)
     for row, (q_HTD, k_GND, v_GND, seen_XTN) in enumerate(rows):
-        weights_GRN = _observed_weights(q_HTD, k_GND, seen_XTN, scale, Softmax() if softmax is None else softmax)
+        weights_GRN = _observed_weights(
+            q_HTD, k_GND, seen_XTN, scale, Softmax() if softmax is None else softmax
+        )
         out_GRD = torch.matmul(weights_GRN, v_GND.to(weights_GRN.dtype))
         outs.append(out_GRD.reshape(q_HTD.shape))
         if len(q_BHTD) == 1:
@@ -161,12 +163,13 @@ def dense_chunk(
         for start in range(0, total, QUERY_BLOCK):
             end = min(start + QUERY_BLOCK, total)
             keys = min(slots, slots_used - (total - end))  # without those of later blocks
-            seen_BXTN = visible(position_BXN[..., :keys], query_BT[:, start:end], window)
+            seen = (position_BXN[..., :keys], query_BT[:, start:end], window)
             qkv = (q_BHTD[:, :, start:end], k_BGND[:, :, :keys], v_BGND[:, :, :keys])
+            # A mask has no name here, and is gone before the blocks are joined.
             if softmax is not None:
-                blocks.append(observed(*qkv, seen_BXTN, scale, softmax)[0])
-                continue
-            blocks.append(_masked(*qkv, seen_BXTN, scale))
+                blocks.append(observed(*qkv, visible(*seen), scale, softmax)[0])
+            else:
+                blocks.append(_masked(*qkv, visible(*seen), scale))
         out_BHTD = torch.cat(blocks, dim=2)
     return torch.where((query_BT >= 0)[:, None, :, None], out_BHTD, 0.0)
 

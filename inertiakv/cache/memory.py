@@ -48,7 +48,7 @@ def _group_bytes(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc
             # From within a container the path may be one that only its host sees: then the top is its group.
             for group in [inner, *inner.parents]:
                 left = _left_in(group, *names)
-                least = left if least is None or left is not None and left < least else least
+                least = left if least is None or (left is not None and left < least) else least
                 if group == top:
                     break
     return least

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..cache import memory
 from ..cache.slot_cache import CacheShape, SlotCache, bucket
 from ..compiling.collectives import tensor_parallel_of

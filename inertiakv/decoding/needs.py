@@ -78,8 +78,7 @@ class Needs:
             logits,
         ]
         if eviction.draft:
-            drafted = eviction.draft * (eviction.drafts > 0)
-            stages.append({**both, "first step": self.first_step(r, drafted)})
+            stages.append({**both, "first step": self.first_step(r, eviction.draft)})
         if eviction.scorer == "reconstruction":
             stages.append({**cache, "reconstruction": self.reconstruction(r)})
         return stages
@@ -119,8 +118,9 @@ class Needs:
                 taken = max(taken, r.batch * queries * each)
             if eviction.scorer in OF_ATTENTION:
                 seen = r.batch * sets * queries * slots
-                weights = 2 * one if r.batch == 1 else (r.batch + 2) * one
-                taken = copied + weights + 2 * seen + self._chunk(r, queries, False, False, slots)
+                # Of all rows where there are several, and of one, its logits or K beside them.
+                weights = one + max(one, copied) + (r.batch * one if r.batch > 1 else 0)
+                taken = weights + 2 * seen + self._chunk(r, queries, False, False, slots)
                 if eviction.window_by == "max":
                     taken += wide * seen
         return max(taken, self._scores(r, queries, slots))
@@ -136,10 +136,11 @@ class Needs:
             return 3 * weights
         if eviction.scorer == "value_norm":
             return weights + keys + copied
+        each = 5 * wide * r.batch * sizes.num_kv_heads * slots
         if eviction.scorer in ("keydiff", "expected_attention"):
-            return 2 * keys + copied
+            return 2 * keys + copied + each
         if eviction.scorer in ("key_norm", "learned"):
-            return keys + copied
+            return keys + copied + each
         return 0
 
     def reconstruction(self, r: Request) -> int:
@@ -186,7 +187,10 @@ class Needs:
         attended, mask = 2 * size, 0
         if masked and not self.flex:
             attended = 3 * size
-            mask = r.batch * min(QUERY_BLOCK, queries) * slots * (1 + max(2, size)) - 2 * size * r.batch * queries * q
+            mask = (
+                r.batch * min(QUERY_BLOCK, queries) * slots * (1 + max(2, size))
+                - 2 * size * r.batch * queries * q
+            )
         elif several and not self.flex:
             attended = 2 * size + wide + casts
         attention = size * (3 * x + 2 * kv) + q * max(rotated, size + attended) + 3 * 4 * sizes.num_heads

@@ -93,7 +93,9 @@ class Footprint:
         return self.prompt_cache + self.decode_cache + self.workspace
 
 
-def make_footprint(shard: Shard, context: int, new_tokens: int, eviction: EvictionConfig | None) -> Footprint:
+def make_footprint(
+    shard: Shard, context: int, new_tokens: int, eviction: EvictionConfig | None, *, on_cpu: bool = False
+) -> Footprint:
     """Of rows with such prompts and answers, and a rule (None keeps everything). Raises ValueError for a
     budget that cannot be."""
     config, dtype = shard.config, shard.model.dtype
@@ -117,7 +119,7 @@ def make_footprint(shard: Shard, context: int, new_tokens: int, eviction: Evicti
     decode = cache(budgets.decode_slots(max(new_tokens, draft)))
     prompt = cache(bucket(context + draft + 1) if budgets.overfull else 0)
     request = Request(1, context, context, True, CHUNK, prompt.slots, decode.slots)
-    peak = Needs(config, eviction, dtype, on_cpu=False).peak(request)
+    peak = Needs(config, eviction, dtype, on_cpu=on_cpu, flex=not on_cpu).peak(request)
     return Footprint(
         shard,
         context,

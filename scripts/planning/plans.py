@@ -53,7 +53,9 @@ class Plan:
         }
         rules = {FULL: None, self.policy: self.eviction}
         footprints = {
-            (ranks, context, name): make_footprint(shards[ranks], context, self.new_tokens, rules[name])
+            (ranks, context, name): make_footprint(
+                shards[ranks], context, self.new_tokens, rules[name], on_cpu=device.kind == "cpu"
+            )
             for ranks, context, name in product(self.ranks, self.contexts, rules)
         }
         return {
@@ -131,7 +133,9 @@ class Plan:
         for compression in COMPRESSIONS:
             try:
                 eviction = policy(self.policy, compression=compression)
-                footprint = make_footprint(shard, context, self.new_tokens, eviction)
+                footprint = make_footprint(
+                    shard, context, self.new_tokens, eviction, on_cpu=self.machine.device.kind == "cpu"
+                )
             except ValueError:  # less is kept than the rule protects
                 continue
             sessions = footprint.most_one_by_one(self.available)
