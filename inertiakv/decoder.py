@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import torch
 
+from .cache import memory
 from .cache.budgets import Budgets
 from .cache.slot_cache import SlotCache, bucket
 from .compiling.graphs import Graphs
@@ -20,6 +21,7 @@ from .decoding.batch import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, BatchState
 from .decoding.decoding_rule import DecodingRule
 from .decoding.exclusive import Exclusive
 from .decoding.generation import Conversation, GenerationLoop, Stop
+from .decoding.needs import Request
 from .decoding.prefill import Progress
 from .decoding.recording import Recording
 from .decoding.runtime import Runtime
@@ -155,7 +157,7 @@ class Decoder:
         """
         self._check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
         with self._exclusive:
-            self._prefill(prompts, max_new_tokens, progress)
+            self._prefill(prompts, max_new_tokens, progress, sampling)
             return self._decode(max_new_tokens, sampling, eos_token_ids, stop)
 
     def stream(
@@ -175,7 +177,7 @@ class Decoder:
         token."""
         self._check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
         with self._exclusive:
-            self._check_request(prompts, max_new_tokens)
+            self._check_request(prompts, max_new_tokens, sampling)
         return self._stream(prompts, max_new_tokens, sampling, eos_token_ids, stop, progress)
 
     def _stream(
@@ -189,7 +191,7 @@ class Decoder:
     ) -> Iterator[int | list[int | None]]:
         single = is_single(prompts)
         with self._exclusive:
-            self._prefill(prompts, max_new_tokens, progress)
+            self._prefill(prompts, max_new_tokens, progress, sampling)
             answer = self._answer(max_new_tokens, sampling, eos_token_ids, stop, read_every=1)
         yield from self._steps(answer, single)
 
@@ -228,8 +230,10 @@ class Decoder:
         with self._exclusive:
             self._prefill(prompts, max_new_tokens, progress)
 
-    def _prefill(self, prompts: Prompts, max_new_tokens: int, progress: Progress | None) -> None:
-        rows, budgets = self._check_request(prompts, max_new_tokens)
+    def _prefill(
+        self, prompts: Prompts, max_new_tokens: int, progress: Progress | None, sampling: Sampling = _GREEDY
+    ) -> None:
+        rows, budgets = self._check_request(prompts, max_new_tokens, sampling)
         with self._whole():
             conversation = self._begin(budgets, max_new_tokens)
             conversation.read_prompts(rows, max_new_tokens, progress)
@@ -348,12 +352,16 @@ class Decoder:
             with self._whole():
                 self._conversation = saving.restore(self._runtime, state, tensors)
 
-    def _check_request(self, prompts: Prompts, max_new_tokens: int) -> tuple[list[list[int]], Budgets]:
+    def _check_request(
+        self, prompts: Prompts, max_new_tokens: int, sampling: Sampling
+    ) -> tuple[list[list[int]], Budgets]:
         """The prompts and their budgets, once nothing speaks against reading and answering them."""
         rows = to_rows(prompts, self.model.config.vocab_size)
-        return rows, self._check_lengths([len(row) for row in rows], max_new_tokens)
+        return rows, self._check_lengths([len(row) for row in rows], max_new_tokens, sampling)
 
-    def _check_lengths(self, lengths: list[int], max_new_tokens: int) -> Budgets:
+    def _check_lengths(
+        self, lengths: list[int], max_new_tokens: int, sampling: Sampling = _GREEDY
+    ) -> Budgets:
         buffers, config = self._runtime.buffers, self.model.config
         budgets = Budgets(self.eviction, lengths, config.num_layers)
         self._warn_of_small_shares(budgets)
@@ -361,9 +369,21 @@ class Decoder:
         # A draft follows the answer's first token.
         check_positions(lengths, max_new_tokens, config.max_positions, drafted + 1 if drafted else 0)
         buffers.check_place(self.model)
-        prompt_slots = bucket(max(lengths) + drafted + 1) if budgets.overfull else 0
-        slots, chunk = self._slots(budgets, max_new_tokens), min(max(lengths), self._runtime.prefill.chunk)
-        buffers.require(len(lengths), prompt_slots, slots, chunk)
+        buffers.require(
+            self._runtime.needs,
+            Request(
+                batch=len(lengths),
+                longest=max(lengths),
+                tokens=max(lengths),
+                even=len(set(lengths)) == 1,
+                chunk=self._runtime.prefill.chunk,
+                prompt_slots=bucket(max(lengths) + drafted + 1) if budgets.overfull else 0,
+                decode_slots=self._slots(budgets, max_new_tokens),
+                prefix=len(self._runtime.repeat_prefix),
+                greedy=sampling.greedy,
+            ),
+            self._given_back(),
+        )
         return budgets
 
     def _warn_of_small_shares(self, budgets: Budgets) -> None:
@@ -381,6 +401,13 @@ class Decoder:
                 length,
                 SMALLEST_BUFFER,
             )
+
+    def _given_back(self) -> int:
+        """Bytes that the conversation gives back where another one begins."""
+        conversation = self._conversation
+        if conversation is None or self._runtime.buffers.is_decode_cache(conversation.cache):
+            return 0
+        return conversation.cache.allocated_bytes
 
     def _slots(self, budgets: Budgets, max_new_tokens: int) -> int:
         drafted = self._runtime.drafted if budgets.overfull else 0
@@ -460,7 +487,9 @@ class Decoder:
         self.graphs.drop_captures()
         if self._runtime.buffers.recorder is not None:
             self._runtime.buffers.recorder.start()
+        size = self._given_back()
         self._conversation = self._latest = None
+        memory.give_back(self.model.device, size)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

@@ -42,6 +42,16 @@ class ModelConfig:
     stored_dtype: torch.dtype | None = None  # the dtype that config.json names, if it does
     eos_token_ids: tuple[int, ...] = ()
 
+    def mlp_bytes(self, dtype: torch.dtype) -> int:
+        """What a token takes within the widest MLP, beside its input: gate, up and their product; of experts
+        those of each of its own, or what they give in float32, weighted and not."""
+        size, moe = dtype.itemsize, self.moe
+        if moe is None:
+            return 3 * size * self.intermediate_size
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        within = size * (2 * self.hidden_size + 4 * moe.intermediate_size)
+        return moe.top_k * max(within, 2 * wide * self.hidden_size)
+
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     """A dtype from its name, with or without `torch.` before it. Raises ValueError for any other dtype."""

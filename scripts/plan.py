@@ -190,7 +190,9 @@ class Plan:
         }
         rules = {FULL: None, args.policy: self.rule}
         footprints = {
-            (ranks, context, name): make_footprint(shards[ranks], context, args.new_tokens, rules[name])
+            (ranks, context, name): make_footprint(
+                shards[ranks], context, args.new_tokens, rules[name], on_cpu=self.machine.device.kind == "cpu"
+            )
             for ranks, context, name in product(args.ranks, args.context, rules)
         }
         return {
@@ -269,7 +271,13 @@ class Plan:
         for compression in COMPRESSIONS:
             try:
                 eviction = policy(self.args.policy, compression=compression)
-                footprint = make_footprint(shard, context, self.args.new_tokens, eviction)
+                footprint = make_footprint(
+                    shard,
+                    context,
+                    self.args.new_tokens,
+                    eviction,
+                    on_cpu=self.machine.device.kind == "cpu",
+                )
             except ValueError:  # less is kept than the rule protects
                 continue
             sessions = footprint.most_one_by_one(self.available)

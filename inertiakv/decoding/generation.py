@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..cache import memory
 from ..cache.budgets import Budgets, set_budgets_after_prompt
 from ..cache.slot_cache import SlotCache, bucket
 from ..requests.results import FinishReason, Stats
@@ -228,9 +229,12 @@ class Conversation:
         """Go on in another cache, with all tokens or those marked."""
         # Captures of steps in the cache that is left would keep it alive.
         self.runtime.graphs.drop_captures()
-        keep_BXN = self.cache.everything() if keep_BXN is None else keep_BXN
-        target.take_from(self.cache, keep_BXN, release=not self.runtime.buffers.is_decode_cache(self.cache))
+        buffers, source = self.runtime.buffers, self.cache
+        keep_BXN = source.everything() if keep_BXN is None else keep_BXN
+        size = 0 if buffers.is_decode_cache(source) else source.allocated_bytes
+        target.take_from(source, keep_BXN, release=size > 0)
         self.cache = target
+        memory.give_back(buffers.device, size)
 
     def _decode_cache(self, new_tokens: int, keep_BXN: Sequence[Tensor]) -> SlotCache:
         """With room for the tokens marked, and `new_tokens` more or a draft."""

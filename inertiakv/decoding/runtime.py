@@ -20,6 +20,7 @@ from ..scoring.expected_attention import check_rotary
 from ..scoring.learned import load_scorer
 from .buffers import Buffers
 from .decoding_rule import DecodingRule
+from .needs import Needs
 from .prefill import Prefill
 from .tensor_parallel import check_rule
 
@@ -102,6 +103,12 @@ class Runtime:
             del self._rules[next(iter(self._rules))]
         self.rule, self.graph_key = rule, graph_key
         self.buffers.scope = "shared" if eviction is None else eviction.scope
+
+    @property
+    def needs(self) -> Needs:
+        """What requests take of memory."""
+        model, on_cpu = self.model, self.model.device.type == "cpu"
+        return Needs(model.config, self.rule.config, model.dtype, on_cpu, self.backend == "flex")
 
     @property
     def drafted(self) -> int:
