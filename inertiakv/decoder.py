@@ -13,15 +13,15 @@ import torch
 
 from .cache import memory
 from .cache.budgets import Budgets
-from .cache.slot_cache import SlotCache, bucket
+from .cache.slot_cache import SlotCache
 from .compiling.graphs import Graphs
-from .config import SMALLEST_BUFFER, EvictionConfig
+from .config import EvictionConfig
 from .decoding import saving
-from .decoding.batch import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, BatchState
+from .decoding.admission import Admission
+from .decoding.batch import NO_TOKEN, READ_EVERY, BatchState
 from .decoding.decoding_rule import DecodingRule
 from .decoding.exclusive import Exclusive
 from .decoding.generation import Conversation, GenerationLoop, Stop
-from .decoding.needs import Request
 from .decoding.prefill import Progress
 from .decoding.recording import Recording
 from .decoding.runtime import Runtime
@@ -31,8 +31,6 @@ from .requests.results import Generation, Stats
 from .requests.sampling import Sampling
 
 log = logging.getLogger(__name__)
-FEW_TOKENS = 32
-"""Fewer than these leave no model enough of a prompt to answer it."""
 _GREEDY = Sampling()
 
 
@@ -93,7 +91,7 @@ class Decoder:
                 record=record,
                 check_ranks=check_ranks,
             )
-        self._warned = False  # of a small budget
+        self._admission = Admission(self._runtime)
         self._conversation: Conversation | None = None
         self._latest: GenerationLoop | None = None  # the answer that has not been finished
 
@@ -155,7 +153,7 @@ class Decoder:
         prompt tokens done and in all. Raises, before any work, ValueError for prompts, lengths or options
         that cannot be, and MemoryError with an estimate where the caches do not fit.
         """
-        self._check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
+        self._admission.check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
         with self._exclusive:
             self._prefill(prompts, max_new_tokens, progress, sampling)
             return self._decode(max_new_tokens, sampling, eos_token_ids, stop)
@@ -175,9 +173,9 @@ class Decoder:
 
         Errors that `generate` raises before any work come at the call; the prompt is read at the first
         token."""
-        self._check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
+        self._admission.check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
         with self._exclusive:
-            self._check_request(prompts, max_new_tokens, sampling)
+            self._admit(to_rows(prompts, self.model.config.vocab_size), max_new_tokens, sampling)
         return self._stream(prompts, max_new_tokens, sampling, eos_token_ids, stop, progress)
 
     def _stream(
@@ -206,7 +204,7 @@ class Decoder:
         """As `decode`, token by token: an int where the conversation has one row, else a list with None where
         a row has ended."""
         with self._exclusive:
-            self._check_answer(max_new_tokens, sampling, eos_token_ids)
+            self._admission.check_answer(self._current(), max_new_tokens, sampling, eos_token_ids)
             answer = self._answer(max_new_tokens, sampling, eos_token_ids, stop, read_every=1)
         return self._steps(answer, answer.conversation.stats.batch == 1)
 
@@ -233,7 +231,8 @@ class Decoder:
     def _prefill(
         self, prompts: Prompts, max_new_tokens: int, progress: Progress | None, sampling: Sampling = _GREEDY
     ) -> None:
-        rows, budgets = self._check_request(prompts, max_new_tokens, sampling)
+        rows = to_rows(prompts, self.model.config.vocab_size)
+        budgets = self._admit(rows, max_new_tokens, sampling)
         with self._whole():
             conversation = self._begin(budgets, max_new_tokens)
             conversation.read_prompts(rows, max_new_tokens, progress)
@@ -253,7 +252,7 @@ class Decoder:
             lengths = theirs.stats.prompt_tokens
             if theirs.logits_BV is None or theirs.cache.mean_B.tolist() != lengths:
                 raise ValueError("only a prompt of which nothing was evicted or answered can be taken over")
-            budgets = self._check_lengths(lengths, max_new_tokens)
+            budgets = self._admission.admit(lengths, max_new_tokens, _GREEDY, self._conversation)
             with self._whole():
                 conversation = self._begin(budgets, max_new_tokens)
                 conversation.copy_prompts(theirs, max_new_tokens)
@@ -301,7 +300,7 @@ class Decoder:
         """Answer the conversation, or go on with an answer that ended by its length. Raises as `generate`
         does."""
         with self._exclusive:
-            self._check_answer(max_new_tokens, sampling, eos_token_ids)
+            self._admission.check_answer(self._current(), max_new_tokens, sampling, eos_token_ids)
             return self._decode(max_new_tokens, sampling, eos_token_ids, stop)
 
     def _decode(
@@ -352,72 +351,15 @@ class Decoder:
             with self._whole():
                 self._conversation = saving.restore(self._runtime, state, tensors)
 
-    def _check_request(
-        self, prompts: Prompts, max_new_tokens: int, sampling: Sampling
-    ) -> tuple[list[list[int]], Budgets]:
-        """The prompts and their budgets, once nothing speaks against reading and answering them."""
-        rows = to_rows(prompts, self.model.config.vocab_size)
-        return rows, self._check_lengths([len(row) for row in rows], max_new_tokens, sampling)
-
-    def _check_lengths(
-        self, lengths: list[int], max_new_tokens: int, sampling: Sampling = _GREEDY
-    ) -> Budgets:
-        buffers, config = self._runtime.buffers, self.model.config
-        budgets = Budgets(self.eviction, lengths, config.num_layers)
-        self._warn_of_small_shares(budgets)
-        drafted = self._runtime.drafted if budgets.overfull else 0
-        # A draft follows the answer's first token.
-        check_positions(lengths, max_new_tokens, config.max_positions, drafted + 1 if drafted else 0)
-        buffers.check_place(self.model)
-        buffers.require(
-            self._runtime.needs,
-            Request(
-                batch=len(lengths),
-                longest=max(lengths),
-                tokens=max(lengths),
-                even=len(set(lengths)) == 1,
-                chunk=self._runtime.prefill.chunk,
-                prompt_slots=bucket(max(lengths) + drafted + 1) if budgets.overfull else 0,
-                decode_slots=self._slots(budgets, max_new_tokens),
-                prefix=len(self._runtime.repeat_prefix),
-                greedy=sampling.greedy,
-            ),
-            self._given_back(),
-        )
-        return budgets
-
-    def _warn_of_small_shares(self, budgets: Budgets) -> None:
-        """Say once where a share of a short prompt is next to nothing."""
-        if self._warned or self.eviction is None or self.eviction.budget is not None:
-            return
-        kept, length = min(zip(budgets.rows, budgets.lengths, strict=True))
-        if kept < min(FEW_TOKENS, length):
-            self._warned = True
-            log.warning(
-                "compression=%s keeps %d of a prompt of %d tokens, too few to answer from: give budget, or "
-                "min_budget=%d, which costs no memory",
-                self.eviction.compression,
-                kept,
-                length,
-                SMALLEST_BUFFER,
-            )
-
-    def _given_back(self) -> int:
-        """Bytes that the conversation gives back where another one begins."""
-        conversation = self._conversation
-        if conversation is None or self._runtime.buffers.is_decode_cache(conversation.cache):
-            return 0
-        return conversation.cache.allocated_bytes
-
-    def _slots(self, budgets: Budgets, max_new_tokens: int) -> int:
-        drafted = self._runtime.drafted if budgets.overfull else 0
-        return budgets.decode_slots(max(max_new_tokens, drafted))
+    def _admit(self, rows: list[list[int]], max_new_tokens: int, sampling: Sampling) -> Budgets:
+        lengths = [len(row) for row in rows]
+        return self._admission.admit(lengths, max_new_tokens, sampling, self._conversation)
 
     def _begin(self, budgets: Budgets, max_new_tokens: int) -> Conversation:
         """Start a conversation with room for prompts of these budgets."""
         self._forget()
         self.graphs.follow(self.model)
-        slots = self._slots(budgets, max_new_tokens)
+        slots = self._admission.slots(budgets, max_new_tokens)
         self._conversation = Conversation.begin(self._runtime, budgets.lengths, budgets, slots)
         return self._conversation
 
@@ -454,30 +396,6 @@ class Decoder:
     def _read_every(self, stop: Stop | None) -> int:
         return 1 if stop is not None or self.model.device.type == "cpu" else READ_EVERY
 
-    def _check_answer(
-        self, max_new_tokens: int, sampling: Sampling, eos_token_ids: Sequence[int] | None
-    ) -> None:
-        """Raise ValueError where the conversation cannot be answered so."""
-        conversation = self._current()
-        self._runtime.buffers.check_place(self.model)
-        self._check_options(conversation.stats.batch, max_new_tokens, sampling, eos_token_ids)
-        lengths = conversation.batch.position_B.tolist()
-        check_positions(lengths, max_new_tokens, self.model.config.max_positions)
-
-    def _check_options(
-        self, rows: int, max_new_tokens: int, sampling: Sampling, eos_token_ids: Sequence[int] | None
-    ) -> Sequence[int]:
-        """Raise ValueError for options that cannot be; the ids that end a row."""
-        if not isinstance(sampling, Sampling):
-            raise ValueError(f"sampling is a Sampling(temperature=..., ...), got {sampling!r}")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        sampling.seeds(rows)
-        eos = self.model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
-        if len(eos) > MAX_EOS_IDS:
-            raise ValueError(f"{len(eos)} end-of-sequence ids; at most {MAX_EOS_IDS} are supported")
-        return eos
-
     def _current(self) -> Conversation:
         if self._conversation is None:
             raise ValueError("no conversation yet: call generate, stream or prefill first")
@@ -487,7 +405,7 @@ class Decoder:
         self.graphs.drop_captures()
         if self._runtime.buffers.recorder is not None:
             self._runtime.buffers.recorder.start()
-        size = self._given_back()
+        size = 0 if self._conversation is None else self._conversation.own_bytes
         self._conversation = self._latest = None
         memory.give_back(self.model.device, size)
 

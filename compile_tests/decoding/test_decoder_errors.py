@@ -193,7 +193,7 @@ def test_a_share_that_is_next_to_nothing_is_said_once(caplog: pytest.LogCaptureF
         decoder.generate(random_prompt(36), 2)
     decoder.use(EvictionConfig(compression=0.9, min_budget=127))
     assert decoder.generate(random_prompt(36), 2).stats.kept_tokens == [37]
-    (said,) = [record.message for record in caplog.records if record.name == "inertiakv.decoder"]
+    (said,) = [record.message for record in caplog.records if record.name == "inertiakv.decoding.admission"]
     assert "keeps 3 of a prompt of 36 tokens" in said
 
 

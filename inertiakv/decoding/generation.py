@@ -225,13 +225,18 @@ class Conversation:
         if not self.overfull and self.cache.shape.slots < slots:
             self.move_to(self.runtime.buffers.decode_cache(self.stats.batch, slots))
 
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of its cache that are given back when it is left: the decode cache stays for the next one."""
+        return 0 if self.runtime.buffers.is_decode_cache(self.cache) else self.cache.allocated_bytes
+
     def move_to(self, target: SlotCache, keep_BXN: Sequence[Tensor] | None = None) -> None:
         """Go on in another cache, with all tokens or those marked."""
         # Captures of steps in the cache that is left would keep it alive.
         self.runtime.graphs.drop_captures()
         buffers, source = self.runtime.buffers, self.cache
         keep_BXN = source.everything() if keep_BXN is None else keep_BXN
-        size = 0 if buffers.is_decode_cache(source) else source.allocated_bytes
+        size = self.own_bytes
         target.take_from(source, keep_BXN, release=size > 0)
         self.cache = target
         memory.give_back(buffers.device, size)
