@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -60,30 +60,22 @@ def save(conversation: Conversation, path: str | Path) -> None:
 def _replacing(path: Path) -> Iterator[Path]:
     """A file in the same folder to write to, which takes the place of `path` once it is on the disk, and
     leaves nothing behind where it cannot."""
-    unfinished: Path | None = None
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-        os.close(handle)
-        unfinished = Path(name)
+        unfinished.touch(exist_ok=False)  # with the mode that new files have, which the library's have not
+        mode = (path if path.exists() else unfinished).stat().st_mode
         yield unfinished
         with unfinished.open("rb+") as file:
             os.fsync(file.fileno())
-        unfinished.chmod(path.stat().st_mode if path.exists() else 0o666 & ~_umask())
+        unfinished.chmod(mode)
         unfinished.replace(path)
-        unfinished = None
         _sync_folder(path.parent)
     except (OSError, SafetensorError) as error:
         number = error.errno if isinstance(error, OSError) else None
         raise OSError(number, f"the conversation was not saved: {error}", str(path)) from error
     finally:
-        if unfinished is not None:
+        with suppress(OSError):
             unfinished.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _sync_folder(folder: Path) -> None:
@@ -110,7 +102,8 @@ def read(runtime: Runtime, path: str | Path) -> tuple[dict[str, Any], dict[str, 
                 if state[name] != ours and name == "weights":
                     raise ValueError(f"{path} was saved with a model of the same sizes and other weights")
                 if state[name] != ours:
-                    raise ValueError(f"{path} was saved with {name} {state[name]}, this decoder has {ours}")
+                    theirs, ours = _differing(state[name], ours)
+                    raise ValueError(f"{path} was saved with {name} {theirs}, this decoder has {ours}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         _check_complete(runtime, state, tensors)
     except SafetensorError as error:
@@ -118,6 +111,14 @@ def read(runtime: Runtime, path: str | Path) -> tuple[dict[str, Any], dict[str, 
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
     return state, tensors
+
+
+def _differing(theirs: Any, ours: Any) -> tuple[Any, Any]:
+    """Of two configs, the fields that differ."""
+    if not (isinstance(theirs, dict) and isinstance(ours, dict)):
+        return theirs, ours
+    names = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+    return tuple(", ".join(f"{name}={of.get(name)!r}" for name in names) for of in (theirs, ours))  # type: ignore[return-value]
 
 
 def _check_format(path: str | Path, found: str) -> None:
