@@ -16,7 +16,7 @@ from .cache.slot_cache import SlotCache, bucket
 from .compiling.graphs import Graphs
 from .config import SMALLEST_BUFFER, EvictionConfig
 from .decoding import saving
-from .decoding.batch import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, BatchState
+from .decoding.batch import NO_TOKEN, READ_EVERY, BatchState, check_options
 from .decoding.decoding_rule import DecodingRule
 from .decoding.exclusive import Exclusive
 from .decoding.generation import Conversation, GenerationLoop, Stop
@@ -24,7 +24,7 @@ from .decoding.prefill import Progress
 from .decoding.recording import Recording
 from .decoding.runtime import Runtime
 from .model import LanguageModel
-from .requests.prompts import Prompts, check_positions, count_rows, is_single, to_rows
+from .requests.prompts import Prompts, check_positions, is_single, to_rows
 from .requests.results import Generation, Stats
 from .requests.sampling import Sampling
 
@@ -153,9 +153,10 @@ class Decoder:
         prompt tokens done and in all. Raises, before any work, ValueError for prompts, lengths or options
         that cannot be, and MemoryError with an estimate where the caches do not fit.
         """
-        self._check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
+        rows = to_rows(prompts, self.model.config.vocab_size)
+        self._check_options(len(rows), max_new_tokens, sampling, eos_token_ids, stop)
         with self._exclusive:
-            self._prefill(prompts, max_new_tokens, progress)
+            self._prefill(rows, max_new_tokens, progress)
             return self._decode(max_new_tokens, sampling, eos_token_ids, stop)
 
     def stream(
@@ -173,23 +174,25 @@ class Decoder:
 
         Errors that `generate` raises before any work come at the call; the prompt is read at the first
         token."""
-        self._check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
+        rows = to_rows(prompts, self.model.config.vocab_size)
+        self._check_options(len(rows), max_new_tokens, sampling, eos_token_ids, stop)
         with self._exclusive:
-            self._check_request(prompts, max_new_tokens)
-        return self._stream(prompts, max_new_tokens, sampling, eos_token_ids, stop, progress)
+            self._check_lengths([len(row) for row in rows], max_new_tokens)
+        single = is_single(prompts)
+        return self._stream(rows, single, max_new_tokens, sampling, eos_token_ids, stop, progress)
 
     def _stream(
         self,
-        prompts: Prompts,
+        rows: list[list[int]],
+        single: bool,
         max_new_tokens: int,
         sampling: Sampling,
         eos_token_ids: Sequence[int] | None,
         stop: Stop | None,
         progress: Progress | None,
     ) -> Iterator[int | list[int | None]]:
-        single = is_single(prompts)
         with self._exclusive:
-            self._prefill(prompts, max_new_tokens, progress)
+            self._prefill(rows, max_new_tokens, progress)
             answer = self._answer(max_new_tokens, sampling, eos_token_ids, stop, read_every=1)
         yield from self._steps(answer, single)
 
@@ -204,7 +207,7 @@ class Decoder:
         """As `decode`, token by token: an int where the conversation has one row, else a list with None where
         a row has ended."""
         with self._exclusive:
-            self._check_answer(max_new_tokens, sampling, eos_token_ids)
+            self._check_answer(max_new_tokens, sampling, eos_token_ids, stop)
             answer = self._answer(max_new_tokens, sampling, eos_token_ids, stop, read_every=1)
         return self._steps(answer, answer.conversation.stats.batch == 1)
 
@@ -225,11 +228,12 @@ class Decoder:
     def prefill(self, prompts: Prompts, *, max_new_tokens: int = 0, progress: Progress | None = None) -> None:
         """Start a conversation with `prompts` without answering yet. `max_new_tokens` sizes the buffers for
         `decode`. Raises as `generate` does."""
+        rows = to_rows(prompts, self.model.config.vocab_size)
         with self._exclusive:
-            self._prefill(prompts, max_new_tokens, progress)
+            self._prefill(rows, max_new_tokens, progress)
 
-    def _prefill(self, prompts: Prompts, max_new_tokens: int, progress: Progress | None) -> None:
-        rows, budgets = self._check_request(prompts, max_new_tokens)
+    def _prefill(self, rows: list[list[int]], max_new_tokens: int, progress: Progress | None) -> None:
+        budgets = self._check_lengths([len(row) for row in rows], max_new_tokens)
         with self._whole():
             conversation = self._begin(budgets, max_new_tokens)
             conversation.read_prompts(rows, max_new_tokens, progress)
@@ -237,8 +241,8 @@ class Decoder:
 
     def take_prompt(self, source: Decoder, *, max_new_tokens: int = 0) -> None:
         """Start a conversation with the prompts that another decoder of the same model has prefilled, by
-        copying their K and V: one prefill then serves several rules. Raises ValueError where `source` has
-        evicted of them or has begun to answer."""
+        copying their K and V: one prefill then serves several rules. Raises as `generate` does, and
+        ValueError where `source` has another model, has evicted of the prompts or has begun to answer."""
         if source is self:
             raise ValueError("a decoder cannot take a prompt over from itself")
         if source.model is not self.model:
@@ -261,8 +265,8 @@ class Decoder:
 
         What was generated belongs to the conversation, its last token, too. The turn attends over what the
         cache has kept. Its last token is the first step of a new refresh schedule: it scores, and then each
-        row is evicted to the budget that its prompt gave it, or with `after="none"` not at all. Raises
-        ValueError as `generate` does, and before any prompt.
+        row is evicted to the budget that its prompt gave it, or with `after="none"` not at all. Raises as
+        `generate` does, and ValueError where there is no conversation.
         """
         rows = to_rows(turns, self.model.config.vocab_size, what="turn")
         with self._exclusive:
@@ -281,6 +285,7 @@ class Decoder:
         totals = [n + len(row) for n, row in zip(lengths, rows, strict=True)]
         check_positions(totals, max_new_tokens, self.model.config.max_positions, self._runtime.drafted)
         self._runtime.buffers.check_place(self.model)
+        conversation.require_turn(rows, max_new_tokens)
         self._latest = None
         with self._whole():
             conversation.read_turn(rows, max_new_tokens, progress)
@@ -295,9 +300,9 @@ class Decoder:
         stop: Stop | None = None,
     ) -> Generation:
         """Answer the conversation, or go on with an answer that ended by its length. Raises as `generate`
-        does."""
+        does, and ValueError where there is no conversation."""
         with self._exclusive:
-            self._check_answer(max_new_tokens, sampling, eos_token_ids)
+            self._check_answer(max_new_tokens, sampling, eos_token_ids, stop)
             return self._decode(max_new_tokens, sampling, eos_token_ids, stop)
 
     def _decode(
@@ -334,26 +339,25 @@ class Decoder:
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a safetensors file, from which `load` goes on exactly. Raises ValueError
-        for a model on several ranks, none of which has all of it."""
+        where there is no conversation and for a model on several ranks, none of which has all of it, and
+        OSError where the file cannot be written."""
         with self._exclusive:
             self._finish()
             saving.save(self._current(), path)
 
     def load(self, path: str | Path) -> None:
-        """Take over a conversation that `save` wrote. Raises ValueError where it is another model's or
-        rule's."""
+        """Take over a conversation that `save` wrote. Raises FileNotFoundError where there is no file,
+        ValueError where it is damaged, or another model's or rule's, and MemoryError where it does not fit.
+        The conversation before it is forgotten once all of that is known to be right."""
         with self._exclusive, torch.inference_mode(False):
             state, tensors = saving.read(self._runtime, path)
             self._forget()
             with self._whole():
                 self._conversation = saving.restore(self._runtime, state, tensors)
 
-    def _check_request(self, prompts: Prompts, max_new_tokens: int) -> tuple[list[list[int]], Budgets]:
-        """The prompts and their budgets, once nothing speaks against reading and answering them."""
-        rows = to_rows(prompts, self.model.config.vocab_size)
-        return rows, self._check_lengths([len(row) for row in rows], max_new_tokens)
-
     def _check_lengths(self, lengths: list[int], max_new_tokens: int) -> Budgets:
+        """The budgets of prompts of these lengths, once nothing speaks against reading and answering
+        them."""
         buffers, config = self._runtime.buffers, self.model.config
         budgets = Budgets(self.eviction, lengths, config.num_layers)
         self._warn_of_small_shares(budgets)
@@ -428,28 +432,30 @@ class Decoder:
         return 1 if stop is not None or self.model.device.type == "cpu" else READ_EVERY
 
     def _check_answer(
-        self, max_new_tokens: int, sampling: Sampling, eos_token_ids: Sequence[int] | None
+        self,
+        max_new_tokens: int,
+        sampling: Sampling,
+        eos_token_ids: Sequence[int] | None,
+        stop: Stop | None,
     ) -> None:
-        """Raise ValueError where the conversation cannot be answered so."""
+        """Raise ValueError or MemoryError where the conversation cannot be answered so."""
         conversation = self._current()
         self._runtime.buffers.check_place(self.model)
-        self._check_options(conversation.stats.batch, max_new_tokens, sampling, eos_token_ids)
+        self._check_options(conversation.stats.batch, max_new_tokens, sampling, eos_token_ids, stop)
         lengths = conversation.batch.position_B.tolist()
         check_positions(lengths, max_new_tokens, self.model.config.max_positions)
+        conversation.require_room(max_new_tokens)
 
     def _check_options(
-        self, rows: int, max_new_tokens: int, sampling: Sampling, eos_token_ids: Sequence[int] | None
-    ) -> Sequence[int]:
-        """Raise ValueError for options that cannot be; the ids that end a row."""
-        if not isinstance(sampling, Sampling):
-            raise ValueError(f"sampling is a Sampling(temperature=..., ...), got {sampling!r}")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        sampling.seeds(rows)
+        self,
+        rows: int,
+        max_new_tokens: int,
+        sampling: Sampling,
+        eos_token_ids: Sequence[int] | None,
+        stop: Stop | None,
+    ) -> None:
         eos = self.model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
-        if len(eos) > MAX_EOS_IDS:
-            raise ValueError(f"{len(eos)} end-of-sequence ids; at most {MAX_EOS_IDS} are supported")
-        return eos
+        check_options(rows, max_new_tokens, sampling, eos, stop)
 
     def _current(self) -> Conversation:
         if self._conversation is None:

@@ -5,12 +5,14 @@ Shape letters: B batch, C steps between two reads, E end-of-sequence ids, V voca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from ..cache.retention import TensorState
+from ..config import check_int
 from ..requests.sampling import Sampling, sample
 
 READ_EVERY = 32
@@ -20,6 +22,22 @@ NO_TOKEN = -1
 MAX_EOS_IDS = 64
 """End-of-sequence ids that a row can have: many more than models have, and one size, so that graphs are
 shared."""
+
+
+def check_options(
+    rows: int, max_new_tokens: int, sampling: Sampling, eos_ids: Sequence[int] = (), stop: object = None
+) -> None:
+    """Raise ValueError for options of an answer of so many rows that cannot be."""
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling is a Sampling(temperature=..., ...), got {sampling!r}")
+    check_int("max_new_tokens", max_new_tokens, 1)
+    sampling.seeds(rows)
+    if stop is not None and not callable(stop):
+        raise ValueError(f"stop is a function, as StopStrings(tokenizer, strings) is one, got {stop!r}")
+    if not isinstance(eos_ids, Collection) or not all(isinstance(token, Integral) for token in eos_ids):
+        raise ValueError(f"eos_token_ids are token ids, got {eos_ids!r:.80}")
+    if len(eos_ids) > MAX_EOS_IDS:
+        raise ValueError(f"{len(eos_ids)} end-of-sequence ids; at most {MAX_EOS_IDS} are supported")
 
 
 class BatchState(TensorState):

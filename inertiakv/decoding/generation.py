@@ -88,11 +88,8 @@ class Conversation:
 
     def read_turn(self, rows: list[list[int]], new_tokens: int, progress: Progress | None) -> None:
         """Take in what follows in each row. Its last token is the first step of a new refresh schedule."""
-        counts = self.cache.most_B.tolist()
-        longest = max(n + len(row) for n, row in zip(counts, rows, strict=True))
         with self.timed("prefill"):
-            room = max(new_tokens, self.runtime.drafted)
-            self.move_to(self.runtime.buffers.prompt_cache(len(rows), longest + room))
+            self.move_to(self.runtime.buffers.prompt_cache(len(rows), self._turn_tokens(rows, new_tokens)))
         self.batch.finished_B.fill_(False)
         self.batch.failed_B.fill_(False)
         self.stopped.clear()
@@ -106,6 +103,20 @@ class Conversation:
             self.tokens = [[] for _ in rows]
         self.batch.token_B.copy_(torch.tensor([row[-1] for row in rows]))
         self.evict_to_budget(new_tokens)
+
+    def require_turn(self, rows: list[list[int]], new_tokens: int) -> None:
+        """Raise MemoryError, with an estimate, where a turn and its answer do not fit."""
+        longest, tokens = max(map(len, rows)), self._turn_tokens(rows, new_tokens)
+        # Where nothing is evicted the answer stays in the turn's cache.
+        slots = 0 if self.eviction is None else self.cache.slots_for(longest + new_tokens)
+        chunk = min(longest, self.runtime.prefill.chunk)
+        self.runtime.buffers.require(len(rows), bucket(tokens + 1), slots, chunk)
+
+    def _turn_tokens(self, rows: list[list[int]], new_tokens: int) -> int:
+        """Tokens of the longest row with its turn, and what follows them in the same cache."""
+        counts = self.cache.most_B.tolist()
+        longest = max(n + len(row) for n, row in zip(counts, rows, strict=True))
+        return longest + max(new_tokens, self.runtime.drafted)
 
     def _read(self, rows: list[list[int]], progress: Progress | None) -> None:
         """Enter tokens behind those in the cache, which holds each row's oldest first; keep the last one's
@@ -218,6 +229,12 @@ class Conversation:
 
     # Caches.
 
+    def require_room(self, new_tokens: int) -> None:
+        """Raise MemoryError, with an estimate, where the cache to decode so many tokens in does not fit."""
+        slots = self.cache.slots_for(new_tokens)
+        if self.overfull or self.cache.shape.slots < slots:
+            self.runtime.buffers.require(self.stats.batch, 0, slots, 0)
+
     def make_room(self, new_tokens: int) -> None:
         """Move to a larger decode cache if this one has too few slots for so many tokens more."""
         slots = self.cache.slots_for(new_tokens)
@@ -277,7 +294,7 @@ class Conversation:
         ]
 
     def complete_stats(self) -> None:
-        """Fill in what is known at the end of an answer."""
+        """Fill in what is known once a prompt, a turn or an answer is complete."""
         cache, stats, runtime = self.cache, self.stats, self.runtime
         stats.sequence_tokens = self.batch.position_B.tolist()
         stats.kept_tokens = cache.kept_tokens

@@ -27,7 +27,8 @@ _PLAIN = ("overfull", "tokens", "turn_step")  # what of a conversation is writte
 
 
 def save(conversation: Conversation, path: str | Path) -> None:
-    """Write a conversation. Raises ValueError for one whose K and V are spread over ranks."""
+    """Write a conversation. Raises ValueError for one whose K and V are spread over ranks, and OSError where
+    the file cannot be written."""
     if conversation.runtime.rule.tp.size > 1:
         raise ValueError("a conversation with a model on several ranks cannot be saved: none has all of it")
     tensors = _buffers(conversation.cache, conversation.batch)
@@ -43,12 +44,16 @@ def save(conversation: Conversation, path: str | Path) -> None:
         "stats": stats,
     }
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, path, {"format": FORMAT, "state": json.dumps(state)})
+    try:
+        save_file(contiguous, path, {"format": FORMAT, "state": json.dumps(state)})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def read(runtime: Runtime, path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state and the tensors of a saved conversation, for `restore`. Raises ValueError for a file that is
-    none, or that another model, dtype or eviction rule made."""
+    """The state and the tensors of a saved conversation, for `restore`. Raises FileNotFoundError where there
+    is no file, ValueError for one that is no conversation, or that another model, dtype or eviction rule
+    made, and MemoryError where it does not fit."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no saved conversation at {path}")
     try:
@@ -64,6 +69,9 @@ def read(runtime: Runtime, path: str | Path) -> tuple[dict[str, Any], dict[str, 
             # Files that were written before rows could fail do not have it.
             tensors.setdefault("rows.failed_B", torch.zeros_like(tensors["rows.finished_B"]))
         _check_complete(runtime, state, tensors)
+        rows, slots = _stats(state).batch, state["slots"]
+        prompt_slots, decode_slots = (slots, 0) if state["overfull"] else (0, slots)
+        runtime.buffers.require(rows, prompt_slots, decode_slots, chunk=0)
     except SafetensorError as error:
         raise ValueError(f"{path} is no readable safetensors file: {error}") from error
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
