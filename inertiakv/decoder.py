@@ -17,7 +17,7 @@ from .cache.slot_cache import SlotCache
 from .compiling.graphs import Graphs
 from .config import EvictionConfig
 from .decoding import saving
-from .decoding.admission import Admission
+from .decoding.admission import Admission, check_options
 from .decoding.batch import NO_TOKEN, READ_EVERY, BatchState
 from .decoding.decoding_rule import DecodingRule
 from .decoding.exclusive import Exclusive
@@ -26,7 +26,7 @@ from .decoding.prefill import Progress
 from .decoding.recording import Recording
 from .decoding.runtime import Runtime
 from .model import LanguageModel
-from .requests.prompts import Prompts, check_positions, count_rows, is_single, to_rows
+from .requests.prompts import Prompts, is_single, to_rows
 from .requests.results import Generation, Stats
 from .requests.sampling import Sampling
 
@@ -153,9 +153,10 @@ class Decoder:
         prompt tokens done and in all. Raises, before any work, ValueError for prompts, lengths or options
         that cannot be, and MemoryError with an estimate where the caches do not fit.
         """
-        self._admission.check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
+        rows = to_rows(prompts, self.model.config.vocab_size)
+        check_options(len(rows), max_new_tokens, sampling, eos_token_ids, stop)
         with self._exclusive:
-            self._prefill(prompts, max_new_tokens, progress, sampling)
+            self._prefill(rows, max_new_tokens, progress, sampling)
             return self._decode(max_new_tokens, sampling, eos_token_ids, stop)
 
     def stream(
@@ -173,23 +174,25 @@ class Decoder:
 
         Errors that `generate` raises before any work come at the call; the prompt is read at the first
         token."""
-        self._admission.check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
+        rows = to_rows(prompts, self.model.config.vocab_size)
+        check_options(len(rows), max_new_tokens, sampling, eos_token_ids, stop)
         with self._exclusive:
-            self._admit(to_rows(prompts, self.model.config.vocab_size), max_new_tokens, sampling)
-        return self._stream(prompts, max_new_tokens, sampling, eos_token_ids, stop, progress)
+            self._admission.admit(rows, max_new_tokens, sampling, self._conversation)
+        single = is_single(prompts)
+        return self._stream(rows, single, max_new_tokens, sampling, eos_token_ids, stop, progress)
 
     def _stream(
         self,
-        prompts: Prompts,
+        rows: list[list[int]],
+        single: bool,
         max_new_tokens: int,
         sampling: Sampling,
         eos_token_ids: Sequence[int] | None,
         stop: Stop | None,
         progress: Progress | None,
     ) -> Iterator[int | list[int | None]]:
-        single = is_single(prompts)
         with self._exclusive:
-            self._prefill(prompts, max_new_tokens, progress, sampling)
+            self._prefill(rows, max_new_tokens, progress, sampling)
             answer = self._answer(max_new_tokens, sampling, eos_token_ids, stop, read_every=1)
         yield from self._steps(answer, single)
 
@@ -204,7 +207,7 @@ class Decoder:
         """As `decode`, token by token: an int where the conversation has one row, else a list with None where
         a row has ended."""
         with self._exclusive:
-            self._admission.check_answer(self._current(), max_new_tokens, sampling, eos_token_ids)
+            self._admission.check_answer(self._current(), max_new_tokens, sampling, eos_token_ids, stop)
             answer = self._answer(max_new_tokens, sampling, eos_token_ids, stop, read_every=1)
         return self._steps(answer, answer.conversation.stats.batch == 1)
 
@@ -225,14 +228,18 @@ class Decoder:
     def prefill(self, prompts: Prompts, *, max_new_tokens: int = 0, progress: Progress | None = None) -> None:
         """Start a conversation with `prompts` without answering yet. `max_new_tokens` sizes the buffers for
         `decode`. Raises as `generate` does."""
+        rows = to_rows(prompts, self.model.config.vocab_size)
         with self._exclusive:
-            self._prefill(prompts, max_new_tokens, progress)
+            self._prefill(rows, max_new_tokens, progress)
 
     def _prefill(
-        self, prompts: Prompts, max_new_tokens: int, progress: Progress | None, sampling: Sampling = _GREEDY
+        self,
+        rows: list[list[int]],
+        max_new_tokens: int,
+        progress: Progress | None,
+        sampling: Sampling = _GREEDY,
     ) -> None:
-        rows = to_rows(prompts, self.model.config.vocab_size)
-        budgets = self._admit(rows, max_new_tokens, sampling)
+        budgets = self._admission.admit(rows, max_new_tokens, sampling, self._conversation)
         with self._whole():
             conversation = self._begin(budgets, max_new_tokens)
             conversation.read_prompts(rows, max_new_tokens, progress)
@@ -240,8 +247,8 @@ class Decoder:
 
     def take_prompt(self, source: Decoder, *, max_new_tokens: int = 0) -> None:
         """Start a conversation with the prompts that another decoder of the same model has prefilled, by
-        copying their K and V: one prefill then serves several rules. Raises ValueError where `source` has
-        evicted of them or has begun to answer."""
+        copying their K and V: one prefill then serves several rules. Raises as `generate` does, and
+        ValueError where `source` has another model, has evicted of the prompts or has begun to answer."""
         if source is self:
             raise ValueError("a decoder cannot take a prompt over from itself")
         if source.model is not self.model:
@@ -252,7 +259,8 @@ class Decoder:
             lengths = theirs.stats.prompt_tokens
             if theirs.logits_BV is None or theirs.cache.mean_B.tolist() != lengths:
                 raise ValueError("only a prompt of which nothing was evicted or answered can be taken over")
-            budgets = self._admission.admit(lengths, max_new_tokens, _GREEDY, self._conversation)
+            rows = [range(length) for length in lengths]
+            budgets = self._admission.admit(rows, max_new_tokens, _GREEDY, self._conversation)
             with self._whole():
                 conversation = self._begin(budgets, max_new_tokens)
                 conversation.copy_prompts(theirs, max_new_tokens)
@@ -264,8 +272,8 @@ class Decoder:
 
         What was generated belongs to the conversation, its last token, too. The turn attends over what the
         cache has kept. Its last token is the first step of a new refresh schedule: it scores, and then each
-        row is evicted to the budget that its prompt gave it, or with `after="none"` not at all. Raises
-        ValueError as `generate` does, and before any prompt.
+        row is evicted to the budget that its prompt gave it, or with `after="none"` not at all. Raises as
+        `generate` does, and ValueError where there is no conversation.
         """
         rows = to_rows(turns, self.model.config.vocab_size, what="turn")
         with self._exclusive:
@@ -282,8 +290,7 @@ class Decoder:
             if not fed:
                 row.insert(0, token)
         totals = [n + len(row) for n, row in zip(lengths, rows, strict=True)]
-        check_positions(totals, max_new_tokens, self.model.config.max_positions, self._runtime.drafted)
-        self._runtime.buffers.check_place(self.model)
+        self._admission.admit_turn(conversation, rows, totals, max_new_tokens)
         self._latest = None
         with self._whole():
             conversation.read_turn(rows, max_new_tokens, progress)
@@ -298,9 +305,9 @@ class Decoder:
         stop: Stop | None = None,
     ) -> Generation:
         """Answer the conversation, or go on with an answer that ended by its length. Raises as `generate`
-        does."""
+        does, and ValueError where there is no conversation."""
         with self._exclusive:
-            self._admission.check_answer(self._current(), max_new_tokens, sampling, eos_token_ids)
+            self._admission.check_answer(self._current(), max_new_tokens, sampling, eos_token_ids, stop)
             return self._decode(max_new_tokens, sampling, eos_token_ids, stop)
 
     def _decode(
@@ -337,23 +344,21 @@ class Decoder:
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a safetensors file, from which `load` goes on exactly. Raises ValueError
-        for a model on several ranks, none of which has all of it."""
+        where there is no conversation and for a model on several ranks, none of which has all of it, and
+        OSError where the file cannot be written."""
         with self._exclusive:
             self._finish()
             saving.save(self._current(), path)
 
     def load(self, path: str | Path) -> None:
-        """Take over a conversation that `save` wrote. Raises ValueError where it is another model's or
-        rule's."""
+        """Take over a conversation that `save` wrote. Raises FileNotFoundError where there is no file,
+        ValueError where it is damaged, or another model's or rule's, and MemoryError where it does not fit.
+        The conversation before it is forgotten once all of that is known to be right."""
         with self._exclusive, torch.inference_mode(False):
             state, tensors = saving.read(self._runtime, path)
             self._forget()
             with self._whole():
                 self._conversation = saving.restore(self._runtime, state, tensors)
-
-    def _admit(self, rows: list[list[int]], max_new_tokens: int, sampling: Sampling) -> Budgets:
-        lengths = [len(row) for row in rows]
-        return self._admission.admit(lengths, max_new_tokens, sampling, self._conversation)
 
     def _begin(self, budgets: Budgets, max_new_tokens: int) -> Conversation:
         """Start a conversation with room for prompts of these budgets."""

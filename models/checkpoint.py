@@ -59,9 +59,11 @@ def load_checkpoint(
     memory holds one tensor at a time.
 
     Raises FileNotFoundError for a missing file and ValueError for anything in the config or the files that is
-    not understood or does not fit, or if the model cannot be quantized or split.
+    not understood or does not fit, for a device that cannot be used, or if the model cannot be quantized or
+    split.
     """
     check_quantize(quantize)
+    device = find_device(device)
     folder = Path(folder)
     config = read_config(folder)
     with torch.device("meta"):
@@ -74,9 +76,18 @@ def load_checkpoint(
     model.to(chosen or _DTYPES[tensors["model.embed_tokens.weight"].dtype])
     if quantize is not None:
         make_room(model)
-    model.to_empty(device=torch.device(device))
+    model.to_empty(device=device)
     model.bytes_read = _fill(dict(checkpoint_views(model)), tensors, tp)
     return model
+
+
+def find_device(device: str | torch.device) -> torch.device:
+    """The device of that name. Raises ValueError for one that cannot be used."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} cannot be used: {reason}") from error
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -90,8 +101,6 @@ def read_config(folder: Path) -> ModelConfig:
         return parse_config(raw, more)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    except (TypeError, AttributeError, KeyError, ArithmeticError) as error:  # a value of another type
-        raise ValueError(f"{file} is not understood: {type(error).__name__}: {error}") from error
 
 
 def checkpoint_views(model: Transformer) -> Iterator[tuple[str, Tensor]]:

@@ -65,8 +65,16 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
 def parse_config(raw: RawConfig, generation: RawConfig | None = None) -> ModelConfig:
     """Reads the content of a config.json, and of a generation_config.json. EOS ids are those of both.
 
-    Raises ValueError for whatever is missing or not understood, naming it.
+    Raises ValueError for whatever is missing or not understood, naming it where it is no value of another
+    type.
     """
+    try:
+        return _parse(raw, generation or {})
+    except (TypeError, AttributeError, KeyError, ArithmeticError) as error:  # a value of another type
+        raise ValueError(f"the config is not understood: {type(error).__name__}: {error}") from error
+
+
+def _parse(raw: RawConfig, generation: RawConfig) -> ModelConfig:
     family = _find_family(raw)
     for key, accepted in {**ACCEPTED, **family.accepts}.items():
         if raw.get(key) not in (None, *accepted):
@@ -103,7 +111,7 @@ def parse_config(raw: RawConfig, generation: RawConfig | None = None) -> ModelCo
         windows=family.windows(raw, num_layers),
         moe=family.moe(raw, num_layers),
         stored_dtype=None if dtype is None else parse_dtype(dtype),
-        eos_token_ids=unite_ids((generation or {}).get("eos_token_id"), raw.get("eos_token_id")),
+        eos_token_ids=unite_ids(generation.get("eos_token_id"), raw.get("eos_token_id")),
     )
 
 

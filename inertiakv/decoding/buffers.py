@@ -90,3 +90,11 @@ class Buffers:
                 parts[name] -= used
                 held -= used
         memory.require(parts, self.device, self.tp)
+
+    def require_cache(self, name: str, batch: int, slots: int) -> None:
+        """Raise MemoryError, with an estimate, where a cache does not fit. A decode cache takes the place of
+        the one before it."""
+        held = self._decode_cache.allocated_bytes if self._decode_cache and name == "decode cache" else 0
+        memory.require(
+            {name: max(0, self.shape(batch, slots).nbytes(self.dtype) - held)}, self.device, self.tp
+        )

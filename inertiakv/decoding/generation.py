@@ -89,11 +89,10 @@ class Conversation:
 
     def read_turn(self, rows: list[list[int]], new_tokens: int, progress: Progress | None) -> None:
         """Take in what follows in each row. Its last token is the first step of a new refresh schedule."""
-        counts = self.cache.most_B.tolist()
-        longest = max(n + len(row) for n, row in zip(counts, rows, strict=True))
         with self.timed("prefill"):
-            room = max(new_tokens, self.runtime.drafted)
-            self.move_to(self.runtime.buffers.prompt_cache(len(rows), longest + room))
+            self.move_to(
+                self.runtime.buffers.prompt_cache(len(rows), self.tokens_with_turn(rows, new_tokens))
+            )
         self.batch.finished_B.fill_(False)
         self.batch.failed_B.fill_(False)
         self.stopped.clear()
@@ -107,6 +106,12 @@ class Conversation:
             self.tokens = [[] for _ in rows]
         self.batch.token_B.copy_(torch.tensor([row[-1] for row in rows]))
         self.evict_to_budget(new_tokens)
+
+    def tokens_with_turn(self, rows: list[list[int]], new_tokens: int) -> int:
+        """Tokens of the longest row with its turn, and what follows them in the same cache."""
+        counts = self.cache.most_B.tolist()
+        longest = max(n + len(row) for n, row in zip(counts, rows, strict=True))
+        return longest + max(new_tokens, self.runtime.drafted)
 
     def _read(self, rows: list[list[int]], progress: Progress | None) -> None:
         """Enter tokens behind those in the cache, which holds each row's oldest first; keep the last one's
@@ -286,7 +291,7 @@ class Conversation:
         ]
 
     def complete_stats(self) -> None:
-        """Fill in what is known at the end of an answer."""
+        """Fill in what is known once a prompt, a turn or an answer is complete."""
         cache, stats, runtime = self.cache, self.stats, self.runtime
         stats.sequence_tokens = self.batch.position_B.tolist()
         stats.kept_tokens = cache.kept_tokens

@@ -71,8 +71,8 @@ def _replacing(path: Path) -> Iterator[Path]:
         unfinished.replace(path)
         _sync_folder(path.parent)
     except (OSError, SafetensorError) as error:
-        number = error.errno if isinstance(error, OSError) else None
-        raise OSError(number, f"the conversation was not saved: {error}", str(path)) from error
+        number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, error)
+        raise OSError(number, f"the conversation was not saved: {reason}", str(path)) from error
     finally:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
@@ -89,8 +89,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read(runtime: Runtime, path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state and the tensors of a saved conversation, for `restore`. Raises ValueError for a file that is
-    none, or that another model, dtype or eviction rule made."""
+    """The state and the tensors of a saved conversation, for `restore`. Raises FileNotFoundError where there
+    is no file, ValueError for one that is no conversation, or that another model, dtype or eviction rule
+    made, and MemoryError where it does not fit."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no saved conversation at {path}")
     try:
@@ -106,6 +107,8 @@ def read(runtime: Runtime, path: str | Path) -> tuple[dict[str, Any], dict[str, 
                     raise ValueError(f"{path} was saved with {name} {theirs}, this decoder has {ours}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         _check_complete(runtime, state, tensors)
+        name = "prompt cache" if state["overfull"] else "decode cache"
+        runtime.buffers.require_cache(name, _stats(state).batch, state["slots"])
     except SafetensorError as error:
         raise ValueError(f"{path} is no readable safetensors file: {error}") from error
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
