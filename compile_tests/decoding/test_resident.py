@@ -24,11 +24,11 @@ CODE = """
 
     if sys.argv[1] == "kept":
         memory.give_back = lambda device, size: None
-    model = tiny_model(dtype=torch.float32, layers=40, kv_heads=4, head_dim=16, max_positions=9000)
+    model = tiny_model(dtype=torch.float32, layers=40, kv_heads=4, head_dim=16, max_positions=5000)
     decoder = Decoder(model, EvictionConfig(compression=0.9), compile=False, prefill_chunk=512)
     decoder.generate(random_prompt(300), 2)
     before = resident()
-    out = decoder.generate(random_prompt(8000), 2)
+    out = decoder.generate(random_prompt(4000), 2)
     print(resident() - before - out.stats.cache_bytes, out.stats.full_cache_bytes)
 """
 
@@ -43,6 +43,7 @@ def left(how: str) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="for glibc")
+@pytest.mark.slow
 def test_an_evicted_prompt_goes_back_to_the_system() -> None:
     rest, cache = left("given back")
     kept, _ = left("kept")

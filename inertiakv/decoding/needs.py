@@ -136,7 +136,7 @@ class Needs:
             return 3 * weights
         if eviction.scorer == "value_norm":
             return weights + keys + copied
-        each = 5 * wide * r.batch * sizes.num_kv_heads * slots
+        each = 6 * wide * r.batch * sizes.num_kv_heads * slots
         if eviction.scorer in ("keydiff", "expected_attention"):
             return 2 * keys + copied + each
         if eviction.scorer in ("key_norm", "learned"):
