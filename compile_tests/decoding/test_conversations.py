@@ -335,7 +335,7 @@ def test_a_conversation_that_cannot_be_written(tmp_path: Path) -> None:
     decoder = decoder_for(MODEL, None)
     decoder.generate(random_prompt(10), 2)
     for path in (tmp_path, tmp_path / "missing" / "file"):
-        with pytest.raises(OSError, match="the conversation was not saved: Is a directory"):
+        with pytest.raises(OSError, match="the conversation was not saved"):
             decoder.save(path)
 
 
