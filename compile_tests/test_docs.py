@@ -25,7 +25,7 @@ from compile_tests.tiny import random_prompt, tiny_model
 from compile_tests.tiny_chat import tiny_chat
 from inertiakv import POLICIES, Decoder, EvictionConfig
 from inertiakv.evals.rules import choose_rules
-from inertiakv.models import load_model
+from inertiakv.models import chat, load_model
 from inertiakv.scoring.scorers import SCORERS, Evidence
 from inertiakv.scripts import decode, plan, trace, train_scorer
 from inertiakv.scripts import eval as evaluation
@@ -99,7 +99,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(auto, "from_pretrained", lambda name, load=original: load(folder))
     for module in (models, decode):
         monkeypatch.setattr(module, "load_model", load)
-    for module in (inertiakv, decode):
+    for module in (inertiakv, decode, chat):
         monkeypatch.setattr(module, "Decoder", Eager)
     here = tmp_path / "checkout"
     demo = here / "scripts" / "demo"

@@ -5,8 +5,7 @@ at work: run it with a budget in tokens. A prompt gives a short list to be gone 
 each step takes its turn of the list and something that an earlier line says:
 
 * `chains:copy`: the list's words, numbered on and on;
-* `chains:sum`: a running sum, which needs the line before;
-* `chains:states`: boxes that swap what they hold, which needs the lines that touched these two boxes last.
+* `chains:sum`: a running sum, which needs the line before.
 
 The answer is begun for the model with two rounds of the list, so that the form is clear to a small one, too
 (SmolLM2-135M copies, but cannot add). The score is the share of all further steps that are right, in order,
@@ -19,11 +18,10 @@ import random
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice
 
 from . import metrics
-from .prompting import Prompting
-from .task import Sample
+from .task import Prompting, Sample
 
 FEWEST_STEPS = 8
 """Beyond those that are given."""
@@ -32,7 +30,6 @@ _WORDS = (
     *("button", "orange", "table", "forest", "music", "pencil", "summer", "bottle", "island", "carpet"),
     *("feather", "hammer", "kitchen", "lantern", "mirror", "needle", "ocean", "pillow", "rabbit", "saddle"),
 )
-_THINGS = ("coin", "key", "ring", "bell", "pen", "cup", "map")
 
 
 @dataclass(frozen=True)
@@ -71,30 +68,7 @@ def running_sum(rng: random.Random) -> Problem:
     return Problem(instruction, f"Start: {start}\nList: {listed}", steps(start), len(addends))
 
 
-def swapped_boxes(rng: random.Random) -> Problem:
-    """Five boxes and four swaps that connect them all. Such swaps, in any order, move everything, and only
-    after as many rounds as there are boxes is all where it was: steps repeat late."""
-    boxes, things = "ABCDE", rng.sample(_THINGS, 5)
-    path = rng.sample(boxes, 5)
-    swaps = rng.sample([sorted(pair) for pair in pairwise(path)], 4)
-
-    def steps(inside: dict[str, str]) -> Iterator[str]:
-        for one, two in cycle(swaps):
-            inside[one], inside[two] = inside[two], inside[one]
-            yield f"swap {one} {two}, {one} = {inside[one]}, {two} = {inside[two]}"
-
-    instruction = (
-        "There are boxes with one thing in each. A list says which two boxes swap their things, one swap "
-        "after another. After the last swap comes the first again. Write on a line which boxes swap, and "
-        "what is in them then."
-    )
-    inside = dict(zip(boxes, things, strict=True))
-    start = ", ".join(f"{box} = {thing}" for box, thing in inside.items())
-    given = f"Start: {start}\nList: {', '.join(map(' '.join, swaps))}"
-    return Problem(instruction, given, steps(inside), len(swaps))
-
-
-PROBLEMS = {"chains:copy": copy_words, "chains:sum": running_sum, "chains:states": swapped_boxes}
+PROBLEMS = {"chains:copy": copy_words, "chains:sum": running_sum}
 TASKS = tuple(PROBLEMS)
 
 

@@ -5,35 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from inertiakv.models.files import disk_error, parse_json, read_json, read_text
 
 Row = dict[str, Any]
+Hub = tuple[str, str | None, str]
+"""Where the hub has a data set, as files that need no script: repository, config, split."""
 _PROBE_SECONDS = 5
-_SHOWN = 8
-"""Names in a folder that an error lists."""
 
 
-@dataclass(frozen=True)
-class Hub:
-    """Where the hub has a data set, as files that need no script."""
-
-    repository: str
-    config: str | None
-    split: str
-
-
-@dataclass(frozen=True)
-class Dataset:
-    rows: list[Row]
-    source: str
-    """The file or the hub's data set, with the hash of its content."""
-
-
-def hub_rows(repository: str, config: str | None, split: str) -> list[dict[str, Any]]:
+def hub_rows(repository: str, config: str | None, split: str) -> list[Row]:
     """The rows of one split. In the hub client's offline mode (HF_HUB_OFFLINE=1) they come from its cache.
 
     Raises ImportError without the package `datasets`, and ConnectionError, soon, where the hub does not
@@ -65,25 +48,21 @@ def find_file(title: str, files: Sequence[str], data: Path | None) -> Path | Non
     """The file of `title`, under the first of its names, `files`, that the folder `data` has; None where no
     folder was given.
 
-    Raises FileNotFoundError, which tells what is there, for a folder that has none of them: who names one
-    does not mean the hub.
+    Raises FileNotFoundError for a folder that has none of them: who names one does not mean the hub.
     """
     if data is None:
         return None
     for path in (data / name for name in files):
         if path.is_file():
             return path
-    there = sorted(f"{path.name}/" if path.is_dir() else path.name for path in data.iterdir())
-    if len(there) > _SHOWN:
-        there[_SHOWN:] = [f"{len(there) - _SHOWN} more"]
-    has = f"{data} has none of {', '.join(files)}, but {', '.join(there) or 'nothing'}"
-    raise FileNotFoundError(f"no data for {title}: {has}")
+    raise FileNotFoundError(f"no data for {title}: {data} has none of {', '.join(files)}")
 
 
 def load_dataset(
     title: str, files: Sequence[str], fields: Mapping[str, type], hub: Hub, data: Path | None
-) -> Dataset:
-    """The data set that errors call `title`.
+) -> tuple[list[Row], str]:
+    """The rows of the data set that errors call `title`, and its source: the file or the hub's data set, with
+    the hash of its content.
 
     files: names that its file may have below `data`: a .jsonl, .parquet, or .json with a list.
     fields: what every row must have, and of which type.
@@ -97,16 +76,16 @@ def load_dataset(
         source = f"{file} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()})"
     else:
         try:
-            rows = hub_rows(hub.repository, hub.config, hub.split)
+            rows = hub_rows(*hub)
         except (ImportError, ConnectionError) as error:
             raise FileNotFoundError(f"no data for {title}: no data folder was given; and {error}") from error
         digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-        source = f"hub {hub.repository} {hub.config or ''} {hub.split} (rows' sha256 {digest})"
+        source = f"hub {hub[0]} {hub[1] or ''} {hub[2]} (rows' sha256 {digest})"
     for number, row in enumerate(rows, 1):
         _check(row, fields, f"{file or source}: row {number}")
     if not rows:
         raise ValueError(f"{file or source} has no rows")
-    return Dataset(rows, source)
+    return rows, source
 
 
 def _read(file: Path) -> list[Row]:

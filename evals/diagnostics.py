@@ -73,22 +73,19 @@ class RowTrace:
         """These steps, and those of `later` after them."""
         new = later.utility_TP.shape[-1] - self.utility_TP.shape[-1]
 
-        def joined(mine: Tensor, theirs: Tensor, absent: float) -> Tensor:
-            return torch.cat([torch.nn.functional.pad(mine, (0, new), value=absent), theirs])
+        def joined(name: str, absent: float) -> Tensor:
+            mine = torch.nn.functional.pad(getattr(self, name), (0, new), value=absent)
+            return torch.cat([mine, getattr(later, name)])
 
-        return RowTrace(
-            joined(self.utility_TP, later.utility_TP, math.nan),
-            joined(self.score_TLP, later.score_TLP, math.nan),
-            joined(self.protected_TP, later.protected_TP, False),
-            torch.cat([self.newest_T, later.newest_T]),
-        )
+        newest_T = torch.cat([self.newest_T, later.newest_T])
+        protected_TP = joined("protected_TP", False)
+        return RowTrace(joined("utility_TP", math.nan), joined("score_TLP", math.nan), protected_TP, newest_T)
 
     def _at(self, steps: Tensor | slice, positions: slice = slice(None)) -> RowTrace:
-        def part(tensor: Tensor) -> Tensor:
-            return tensor[steps][..., positions]
-
-        protected_TP = part(self.protected_TP)
-        return RowTrace(part(self.utility_TP), part(self.score_TLP), protected_TP, self.newest_T[steps])
+        utility_TP, score_TLP, protected_TP = (
+            value[steps][..., positions] for value in (self.utility_TP, self.score_TLP, self.protected_TP)
+        )
+        return RowTrace(utility_TP, score_TLP, protected_TP, self.newest_T[steps])
 
 
 def row_trace(recording: Recording, row: int = 0, limits: Limits | None = None) -> RowTrace:
@@ -173,18 +170,14 @@ def cached_sets(trace: RowTrace, budget: int) -> Tensor:
 # Statistics of sets and values
 
 
+def arrivals(set_TP: Tensor) -> Tensor:
+    """Tokens of each set that the step before did not have, [T - 1]."""
+    return (set_TP[1:] & ~set_TP[:-1]).sum(-1)
+
+
 def churn(set_TP: Tensor) -> Tensor:
     """Share of each set that the step before did not have, [T - 1]."""
-    return _arrivals(set_TP) / set_TP[1:].sum(-1)
-
-
-def at_most_one_change(set_TP: Tensor) -> Tensor:
-    """1 where a step brought at most one token into the set, else 0, [T - 1]."""
-    return (_arrivals(set_TP) <= 1).double()
-
-
-def _arrivals(set_TP: Tensor) -> Tensor:
-    return (set_TP[1:] & ~set_TP[:-1]).sum(-1)
+    return arrivals(set_TP) / set_TP[1:].sum(-1)
 
 
 def jaccard(a: Tensor, b: Tensor) -> Tensor:
@@ -257,7 +250,7 @@ def stability(trace: RowTrace, budget: int) -> dict[str, float]:
         "ema_churn": churn(ema_TP),
         "raw_ema_jaccard": jaccard(raw_TP, ema_TP[scored_T]),
         "raw_evicted": share_lost(raw_TP, kept_TP[scored_T]),
-        "at_most_one_change": at_most_one_change(ema_TP),
+        "at_most_one_change": arrivals(ema_TP) <= 1,
         "boundary_margin": boundary_margin(trace.utility_TP, ema_TP & free_TP, free_TP & ~ema_TP),
         "score_entropy": score_entropy(scored.raw_TP),
         "rank_changes": rank_changes(trace.utility_TP, ema_TP),
@@ -269,25 +262,15 @@ def stability(trace: RowTrace, budget: int) -> dict[str, float]:
 
 
 def layer_spearman(a: RowTrace, b: RowTrace) -> Tensor:
-    """Rank correlation of two rules' scores of the same tokens, a mean over steps, [L].
-
-    Raises ValueError where the runs did not see the same tokens at the same steps.
-    """
-    _check_same_steps(a, b)
+    """Rank correlation of two rules' scores of the same tokens at the same steps, a mean over them, [L]."""
+    assert torch.equal(a.present_TP, b.present_TP)
     return spearman(a.score_TLP, b.score_TLP, ~(a.score_TLP.isnan() | b.score_TLP.isnan())).nanmean(0)
 
 
 def layer_jaccard(a: RowTrace, b: RowTrace, budget: int) -> Tensor:
-    """Jaccard of two rules' top B in each layer, a mean over steps, [L]. Raises as `layer_spearman`."""
-    _check_same_steps(a, b)
+    """Jaccard of two rules' top B in each layer, a mean over the same steps, [L]."""
+    assert torch.equal(a.present_TP, b.present_TP)
     return jaccard(layer_sets(a, budget), layer_sets(b, budget)).nanmean(0)
-
-
-def _check_same_steps(a: RowTrace, b: RowTrace) -> None:
-    """Raise ValueError where two runs did not see the same tokens at the same steps."""
-    if not torch.equal(a.present_TP, b.present_TP):
-        shapes = f"{list(a.present_TP.shape)} and {list(b.present_TP.shape)}"
-        raise ValueError(f"these runs did not see the same tokens (steps and positions: {shapes})")
 
 
 # Layers

@@ -40,8 +40,7 @@ class Essays:
 
 def load_essays(source: str | None = None) -> Essays:
     """None: the text that comes with the project. `hub`: Paul Graham's essays, RULER's own haystack. Else a
-    file, or a folder of .txt and .md files, which are read in the order of their names; of a .json file
-    (RULER's `PaulGrahamEssays.json`) its `text`.
+    file; of a .json file (RULER's `PaulGrahamEssays.json`) its `text`.
 
     Raises FileNotFoundError, ValueError for a file that is no text or has no words, and what `hub_rows`
     raises."""
@@ -50,7 +49,7 @@ def load_essays(source: str | None = None) -> Essays:
     elif source == "hub":
         name, text = f"hub:{HUB}", "\n".join(row["text"] for row in hub_rows(HUB, None, "train"))
     elif not source:
-        raise ValueError("the essays are a file, a folder or the word hub, got ''")
+        raise ValueError("the essays are a file or the word hub, got ''")
     else:
         name, text = source, _read(Path(source).expanduser())
     if not text.split():
@@ -59,15 +58,8 @@ def load_essays(source: str | None = None) -> Essays:
 
 
 def _read(path: Path) -> str:
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in (".txt", ".md"))
-        return "\n".join(map(_read_file, files))
     if not path.is_file():
-        raise FileNotFoundError(f"no essays at {path}: neither a file nor a folder, nor the word hub")
-    return _read_file(path)
-
-
-def _read_file(path: Path) -> str:
+        raise FileNotFoundError(f"no essays at {path}: neither a file nor the word hub")
     try:
         data = read_json(path) if path.suffix == ".json" else {"text": read_text(path)}
     except ValueError as error:  # of UTF-8 or of JSON

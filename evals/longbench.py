@@ -9,7 +9,7 @@ Differences. LongBench: `samsum` does not stop at the end of a line, its first l
 an empty prediction is scored by no metric, it is 0 (neither changes a score). LongBench-v2 (no reasoning):
 they sample at temperature 0.1, here decoding is greedy, so that policies differ in what they keep and not in
 luck; they leave out empty answers, here all 503 count. `difficulty` and `length` among a sample's facts are
-what their table is grouped by: Overall, Easy, Hard, Short, Medium, Long.
+what their table is grouped by.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 from . import metrics
 from .data_files import Hub, Row, load_dataset
 from .longbench_prompts import PAPER, PROMPTS, V2_PLACEHOLDERS, V2_PROMPT
-from .prompting import Prompting
-from .task import Sample
+from .task import Prompting, Sample
 
 PAPER_TASKS = tuple(f"longbench:{name}" for name in PAPER)
 TASKS = tuple(f"longbench:{name}" for name in PROMPTS)
@@ -49,15 +48,9 @@ class _Documents:
     """Tokens of a prompt before the chat template; None: what the model's positions leave."""
 
     def __init__(
-        self,
-        files: Sequence[str],
-        hub: Hub,
-        prompting: Prompting,
-        max_positions: int,
-        data: Path | None,
+        self, files: Sequence[str], hub: Hub, prompting: Prompting, max_positions: int, data: Path | None
     ) -> None:
-        dataset = load_dataset(self.name, files, self.fields, hub, data)
-        self.source, self._rows = dataset.source, dataset.rows
+        self._rows, self.source = load_dataset(self.name, files, self.fields, hub, data)
         self._prompting, self._max_positions = prompting, max_positions
 
     def count(self, length: int | None) -> int:
@@ -113,7 +106,7 @@ class LongBench(_Documents):
         self.name, short = name, name.removeprefix("longbench:")
         files = [f"{short}.jsonl", f"data/{short}.jsonl", f"{short}.parquet"]
         files.append(f"{short}/test-00000-of-00001.parquet")
-        hub = Hub("Xnhyacinth/LongBench", short, split="test")
+        hub = ("Xnhyacinth/LongBench", short, "test")
         super().__init__(files, hub, prompting, max_positions, data)
         for number, row in enumerate(self._rows, 1):
             if not row["answers"] or not all(isinstance(answer, str) for answer in row["answers"]):
@@ -146,9 +139,8 @@ class LongBenchV2(_Documents):
 
     def __init__(self, prompting: Prompting, max_positions: int, data: Path | None = None) -> None:
         files = ["data.json", *(f"{self.name}{suffix}" for suffix in (".json", ".jsonl", ".parquet"))]
-        super().__init__(
-            files, Hub("THUDM/LongBench-v2", None, split="train"), prompting, max_positions, data
-        )
+        hub = ("THUDM/LongBench-v2", None, "train")
+        super().__init__(files, hub, prompting, max_positions, data)
 
     def sample(self, length: int | None, index: int) -> Sample:
         row, prompt = self._rows[index], V2_PROMPT

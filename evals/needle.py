@@ -10,16 +10,13 @@ that does.
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 
 from . import metrics
 from .essays import Essays
-from .prompting import Prompting
-from .task import Sample
+from .task import Prompting, Sample
 
 TASKS = ("niah",)
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
@@ -38,54 +35,35 @@ _FULL_STOP = re.compile(r"[.!?](?=\s)|[。！？]")
 
 
 class NeedleGrid:
-    """Every round goes through all depths, first the ends and then each farthest from those before: so the
-    first few samples are spread over the prompt. The haystack begins where the essays do in the
-    first round of depths, and in each further one at another sentence, by chance."""
+    """A sample for each depth, first the ends and then each farthest from those before: so the first few
+    samples are spread over the prompt. The haystack begins where the essays do."""
 
     name = "niah"
     lengths = True
 
-    def __init__(
-        self,
-        prompting: Prompting,
-        essays: Essays,
-        seed: int = 42,
-        depths: Sequence[float] = DEPTHS,
-        rounds: int = 1,
-    ) -> None:
-        if not depths or not all(0 <= depth <= 100 for depth in depths):
-            raise ValueError(f"depths are percentages, from 0 to 100, got {list(depths)}")
+    def __init__(self, prompting: Prompting, essays: Essays | None, depths: Sequence[float] = DEPTHS) -> None:
+        assert essays is not None
         if NEEDLE in essays.text:
             raise ValueError(f"the essays {essays.name} have the needle in them already")
-        first, *others = _starts(essays.text)
-        if rounds > (most := 1 + len(others)):
-            raise ValueError(
-                f"{rounds} rounds of depths begin with different sentences, but the essays {essays.name} "
-                f"have only {most}: ask for at most {most * len(depths)} samples"
-            )
-        random.Random(f"{seed} {self.name}").shuffle(others)  # all of them: more rounds change none of these
-        self._starts = [first, *others]
         self.metric = metrics.rouge_l_title()
         self.depths = _spread(depths)
-        self._rounds = rounds
         self._prompting = prompting
         self._essays = essays
         self._ids = lru_cache(maxsize=1)(self._encode)
 
     def count(self, length: int | None) -> int:
-        return len(self.depths) * self._rounds
+        return len(self.depths)
 
     def sample(self, length: int | None, index: int) -> Sample:
         assert length is not None
-        turn, point = divmod(index, len(self.depths))
         limit = length - MAX_NEW_TOKENS
         room = limit - self._prompting.count(PROMPT.format(haystack=f"\n{NEEDLE}\n"))
         while room > 0:
-            ids = self._ids(length, turn)[:room]
+            ids = self._ids(length)[:room]
             haystack = self._prompting.tokenizer.decode(ids).rstrip("\ufffd")
             if not haystack:
                 break
-            at = needle_place(haystack, self.depths[point])
+            at = needle_place(haystack, self.depths[index])
             prompt = PROMPT.format(haystack=f"{haystack[:at]}\n{NEEDLE}\n{haystack[at:]}")
             excess = self._prompting.count(prompt) - limit
             if excess <= 0:
@@ -98,7 +76,7 @@ class NeedleGrid:
                     references=(NEEDLE,),
                     max_new_tokens=MAX_NEW_TOKENS,
                     facts={
-                        "depth": self.depths[point],
+                        "depth": self.depths[index],
                         "placed": round(100 * at / len(haystack), 2),
                         "essays": self._essays.name,
                     },
@@ -111,11 +89,9 @@ class NeedleGrid:
     def score(self, prediction: str, sample: Sample) -> float:
         return metrics.best(metrics.rouge_l, prediction.strip(), sample.references)
 
-    def _encode(self, length: int, turn: int) -> list[int]:
+    def _encode(self, length: int) -> list[int]:
         """Tokens of the essays, `length` of them and more."""
-        text, start = self._essays.text, self._starts[turn]
-        text = text[start:] + "\n" + text[:start]
-        letters = _LETTERS_A_TOKEN * length
+        text, letters = self._essays.text + "\n", _LETTERS_A_TOKEN * length
         text = (text * (letters // len(text) + 1))[:letters]
         ids: list[int] = self._prompting.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
@@ -142,13 +118,3 @@ def needle_place(haystack: str, depth: float) -> int:
         return stop
     space = re.search(r"\s\S*\Z", haystack[max(0, at - _LONGEST_WORD) : at])
     return at - len(space[0]) if space else at
-
-
-def _starts(text: str) -> list[int]:
-    """Where the text begins, and where each sentence that is unlike those before."""
-    ends = [stop.end() for stop in _FULL_STOP.finditer(text)]
-    starts: dict[str, int] = {}
-    for begin, end in pairwise([0, *ends, len(text)]):
-        if sentence := text[begin:end].lstrip():
-            starts.setdefault(sentence, end - len(sentence) if begin else 0)
-    return list(starts.values())

@@ -19,7 +19,7 @@ def _row(*averages: float) -> dict[str, float]:
     return dict(zip(_COLUMNS, averages, strict=True))
 
 
-AVERAGES: dict[tuple[str, str], dict[str, float]] = {
+FIGURES: dict[tuple[str, str], dict[str, float]] = {
     ("Llama-3.1-8B", "longbench"): _row(45.87, 43.88, 43.88, 34.50, 33.97, 33.78, 41.59, 35.26),
     ("Llama-3.1-8B", "longbench-v2"): _row(28.8, 29.4, 29.4, 28.6, 25.6, 25.8, 18.1, 27.6),
     ("Llama-3.1-8B", "ruler"): {
@@ -29,13 +29,9 @@ AVERAGES: dict[tuple[str, str], dict[str, float]] = {
     ("Qwen2.5-7B", "longbench"): _row(48.67, 46.01, 45.98, 36.25, 34.05, 33.29, 39.69, 32.01),
     ("Qwen2.5-7B", "ruler"): _row(93.00, 79.43, 79.44, 39.69, 22.14, 22.46, 81.40, 63.39),
     ("Qwen2.5-14B", "ruler"): {"full": 94.50, "inertiakv": 67.70},
-}
-"""Of a model and a benchmark: averages over its tasks, by the names that the rules have here."""
-
-TASKS: dict[tuple[str, str], dict[str, float]] = {
     ("Qwen2.5-14B", "ruler:niah_multikey_3"): {"full": 100.0, "inertiakv": 0.0},
 }
-"""Of a model and a task."""
+"""Of a model and a benchmark (averages over its tasks) or a task, by the names that the rules have here."""
 
 LAZY = (
     "The paper finds Lazy4 within 0.05 of full refresh, but for RULER with Llama-3.1-8B (-0.151), and "
@@ -50,7 +46,7 @@ def model_of(name: str) -> str | None:
     """Which of the paper's models this is: a name on the hub or a folder, with or without `-Instruct`."""
     last = re.split(r"[/\\]", name.rstrip("/\\"))[-1].lower()
     last = last.removeprefix("meta-").removesuffix("-instruct")
-    return next((model for model, _ in AVERAGES if model.lower() == last), None)
+    return next((model for model, _ in FIGURES if model.lower() == last), None)
 
 
 def is_whole(benchmark: str, tasks: set[str]) -> bool:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from . import chains, longbench, needle, ruler
 from .essays import Essays
-from .prompting import Prompting
-from .task import Task
+from .task import Prompting, Task
 
 
 @dataclass(frozen=True)
@@ -20,9 +19,8 @@ class Setting:
     max_positions: int
     """Of the model: prompts about documents are cut to it."""
     seed: int
-    samples: int | None
     essays: Essays | None
-    """None where no task needs any."""
+    """There where a task needs them."""
     data: Path | None
     """A folder with the files of all benchmarks that have data; None: the hub has them."""
 
@@ -37,12 +35,6 @@ class Benchmark:
     """The task of such a name. Raises ValueError, or OSError, for data that are missing or wrong."""
     paper_tasks: Sequence[str] | None = None
     """Those of the method's paper, where these are not all: the benchmark's name stands for them."""
-
-
-def _needle_grid(name: str, s: Setting) -> Task:
-    assert s.essays is not None
-    rounds = -(-(s.samples or 1) // len(needle.DEPTHS))  # each goes through all depths
-    return needle.NeedleGrid(s.prompting, s.essays, s.seed, rounds=rounds)
 
 
 BENCHMARKS = {
@@ -62,7 +54,9 @@ BENCHMARKS = {
         ("data",),
         lambda name, s: longbench.LongBenchV2(s.prompting, s.max_positions, s.data),
     ),
-    "niah": Benchmark(needle.TASKS, ("lengths", "essays"), _needle_grid),
+    "niah": Benchmark(
+        needle.TASKS, ("lengths", "essays"), lambda name, s: needle.NeedleGrid(s.prompting, s.essays)
+    ),
     "chains": Benchmark(chains.TASKS, ("lengths",), lambda name, s: chains.Chains(name, s.prompting, s.seed)),
 }
 

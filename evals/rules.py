@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from inertiakv import POLICIES, EvictionConfig, policy
 from inertiakv.config import DEFAULT_COMPRESSION, check_choice
 
 KEPT = ("compression", "budget")
 """Fields that say how much is kept: the same for all policies, and no part of their names."""
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "tuple": lambda text: tuple(map(int, text.split("+"))),
+    "bool": {"true": True, "false": False}.__getitem__,
+    "int": int,
+    "float": float,
+}
+"""By what is in a field's type."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,8 @@ def choose_rules(
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """The name in `name:field=value:...`, and its changes. Raises ValueError where it does not read so."""
+    """The name in `name:field=value:...`, and its changes. Raises ValueError where it does not read so;
+    what a field may be is for the config to say."""
     name, *parts = text.split(":")
     hints, changes = get_type_hints(EvictionConfig), dict[str, Any]()
     check_choice("policy", name, tuple(POLICIES))
@@ -87,31 +96,16 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"{text}: {field} holds for all policies: give --{field}")
         if field in changes:
             raise ValueError(f"{text}: {field} is given twice")
-        kinds = dict(_kinds(hints[field]))
-        changes[field] = _first(kinds.values(), value)
-        if changes[field] is None:
-            raise ValueError(f"{text}: {field} must be {' or '.join(kinds)}, got {value!r}")
+        changes[field] = _read(value, str(hints[field]))
+        if hints[field] is bool and changes[field] == value:
+            raise ValueError(f"{text}: {field} must be true or false, got {value!r}")
     return name, changes
 
 
-def _first(readers: Iterable[Callable[[str], Any]], text: str) -> Any:
-    """What the first reader makes of a text that takes it; None where none does."""
-    for read in readers:
-        with contextlib.suppress(ValueError, KeyError):
-            return read(text)
-    return None
-
-
-def _kinds(hint: Any) -> Iterator[tuple[str, Callable[[str], Any]]]:
-    """What a field may be, by its type: in words, and how a text of it is read."""
-    if get_origin(hint) in (Union, UnionType):
-        for kind in get_args(hint):
-            yield from _kinds(kind)
-    elif get_origin(hint) is Literal:
-        yield from ((choice, {choice: choice}.__getitem__) for choice in get_args(hint))
-    elif get_origin(hint) is tuple:
-        yield "whole numbers joined by +", lambda text: tuple(map(int, text.split("+")))
-    elif hint is bool:
-        yield "true or false", {"true": True, "false": False}.__getitem__
-    elif hint in (int, float, str):
-        yield {int: "a whole number", float: "a number", str: "a text"}[hint], hint
+def _read(text: str, hint: str) -> Any:
+    """What the first reader makes of a text that takes it, or the text."""
+    for kind, read in _READERS.items():
+        if kind in hint:
+            with contextlib.suppress(ValueError, KeyError):
+                return read(text)
+    return text

@@ -14,10 +14,9 @@ from inertiakv.models import Transformer
 from inertiakv.models.encoding import decode_answer
 from inertiakv.requests.prompts import check_positions
 
-from .prompting import Prompting, prompt_hash
-from .records import Record, Seconds
+from .records import SECONDS, Record
 from .rules import Rule
-from .task import Sample, Task
+from .task import Prompting, Sample, Task, prompt_hash
 
 Key = tuple[Any, ...]
 """As `Record.key`."""
@@ -99,12 +98,8 @@ class Evaluation:
         self.rules = sorted(rules, key=lambda rule: rule.eviction is None)  # `full` uses up what was read
         self._tokens: dict[Key, int] = {}
 
-        self._reader, self._decoder = (
-            Decoder(
-                model, None, compile=compile, attention=attention, on_compile=on_compile, on_draft=on_draft
-            )
-            for _ in range(2)
-        )
+        options: Any = {"attention": attention, "on_compile": on_compile, "on_draft": on_draft}
+        self._reader, self._decoder = (Decoder(model, None, compile=compile, **options) for _ in range(2))
         for rule in self.rules:
             with _naming(rule):
                 self._decoder.use(rule.eviction)
@@ -143,9 +138,8 @@ class Evaluation:
 
     def _question(self, group: Group, index: int) -> Question:
         sample = group.task.sample(group.length, index)
-        question = Question(
-            sample, self.prompting.encode(sample.prompt, sample.answer_prefix, chat=sample.chat)
-        )
+        ids = self.prompting.encode(sample.prompt, sample.answer_prefix, chat=sample.chat)
+        question = Question(sample, ids)
         self._tokens[group.task.name, group.length, index] = len(question.ids)
         return question
 
@@ -174,11 +168,7 @@ class Evaluation:
             self._reader.prefill(prompts, max_new_tokens=new_tokens)
         prefill = self._reader.stats.seconds.prefill
         for rule in self.rules:
-            rows = [
-                (row, question)
-                for row, question in enumerate(questions)
-                if group.key(question.sample.index, rule) not in done
-            ]
+            rows = [(n, q) for n, q in enumerate(questions) if group.key(q.sample.index, rule) not in done]
             if not rows:
                 continue
             decoder = self._decoder if rule.eviction else self._reader
@@ -187,35 +177,20 @@ class Evaluation:
                     decoder.use(rule.eviction)
                     decoder.take_prompt(self._reader, max_new_tokens=new_tokens)
                 out = decoder.decode(new_tokens, stop=stop)
-            spent, count = out.stats.seconds, len(questions)
-            seconds = Seconds(
-                prefill=prefill / count,
-                first_step=spent.first_step / count,
-                decode=spent.decode / count,
-                compile=spent.compile / count,
-            )
+            spent = out.stats.seconds
+            seconds = {"prefill": prefill} | {name: getattr(spent, name) for name in SECONDS[1:]}
+            seconds = {name: value / len(questions) for name, value in seconds.items()}
             for row, question in rows:
                 yield self._record(group.task, question, rule, out, row, seconds)
 
     def _record(
-        self,
-        task: Task,
-        question: Question,
-        rule: Rule,
-        out: Generation,
-        row: int,
-        seconds: Seconds,
+        self, task: Task, question: Question, rule: Rule, out: Generation, row: int, seconds: dict[str, float]
     ) -> Record:
         sample, tokens, stats = question.sample, out.tokens[row], out.stats
         eos_ids = self.model.config.eos_token_ids
         prediction = decode_answer(self.prompting.tokenizer, tokens, eos_ids)
         return Record(
-            task=sample.task,
-            length=sample.length,
-            index=sample.index,
-            policy=rule.policy,
-            compression=rule.compression,
-            budget_asked=rule.budget,
+            *(sample.task, sample.length, sample.index, *rule.key),
             prompt_sha256=prompt_hash(question.ids),
             prompt_tokens=len(question.ids),
             bos_count=self.prompting.count_bos(question.ids),

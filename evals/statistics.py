@@ -20,7 +20,7 @@ CONFIDENCE = 0.95
 SAME = 1e-9
 """Scores go from 0 to 1; what is closer than this is the same, up to rounding."""
 
-Strata = Sequence[Sequence[float]] | Sequence[np.ndarray]
+Strata = Sequence[Sequence[float] | np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -50,29 +50,29 @@ class Comparison:
 
 
 def estimate(strata: Strata, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
-    """The mean and its percentile interval. Raises ValueError for a stratum without samples."""
-    values = [_checked(stratum) for stratum in strata]
-    means_R = bootstrap(values, resamples=resamples, seed=seed)
-    mean = float(np.mean([stratum.mean() for stratum in values]))
-    return Estimate(mean, *_interval(means_R), sum(map(len, values)))
+    """The mean and its percentile interval. No stratum is without samples."""
+    means_R = bootstrap(strata, resamples=resamples, seed=seed)
+    mean = float(np.mean([np.mean(stratum) for stratum in strata]))
+    tail = (1 - CONFIDENCE) / 2
+    low, high = (round(float(end), 6) for end in np.quantile(means_R, (tail, 1 - tail)))  # float32 products
+    return Estimate(mean, low, high, sum(map(len, strata)))
 
 
-def compare(differences: Strata, *, resamples: int = RESAMPLES, seed: int = 0) -> Comparison:
+def compare(differences: Strata) -> Comparison:
     """What the differences of paired scores say. Pairs are resampled as pairs."""
-    values = [_checked(stratum) for stratum in differences]
-    found = estimate(values, resamples=resamples, seed=seed)
-    every = np.concatenate(values)
+    found, every = estimate(differences), np.concatenate(differences)
     wins, losses = int((every > SAME).sum()), int((every < -SAME).sum())
     counts = (found.samples, wins, found.samples - wins - losses, losses)
-    return Comparison(found.mean, found.low, found.high, *counts, *t_test(values))
+    return Comparison(found.mean, found.low, found.high, *counts, *t_test(differences))
 
 
 def bootstrap(strata: Strata, *, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
     """means_R: the mean of the strata's means, in each of the resamples."""
+    assert all(map(len, strata))
     total_R = np.zeros(resamples)
-    for number, values_N in enumerate(map(_checked, strata)):
+    for number, values_N in enumerate(strata):
         counts_RN = _counts(len(values_N), number, resamples, seed)
-        total_R += counts_RN @ values_N.astype(np.float32) / len(values_N)
+        total_R += counts_RN @ np.asarray(values_N, np.float32) / len(values_N)
     return total_R / len(strata)
 
 
@@ -87,7 +87,7 @@ def t_test(strata: Strata) -> tuple[float, float]:
         from scipy.special import stdtr
     except ImportError as error:
         raise ValueError("the paired t-test needs scipy: pip install 'inertiakv[eval]'") from error
-    values = [_checked(stratum) for stratum in strata]
+    values = [np.asarray(stratum, np.float64) for stratum in strata]
     if min(map(len, values)) < 2:
         return math.nan, math.nan
     variance = np.array([0.0 if np.ptp(v) < SAME else v.var(ddof=1) / len(v) for v in values])
@@ -109,19 +109,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         worst = max(worst, min(1.0, (len(p_values) - rank) * p))
         adjusted[i] = worst
     return adjusted
-
-
-def _checked(stratum: Sequence[float] | np.ndarray) -> np.ndarray:
-    values_N = np.asarray(stratum, np.float64)
-    if not len(values_N):
-        raise ValueError("a mean needs at least one sample")
-    return values_N
-
-
-def _interval(means_R: np.ndarray) -> tuple[float, float]:
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(means_R, (tail, 1 - tail))
-    return round(float(low), 6), round(float(high), 6)  # products are in float32
 
 
 @functools.lru_cache(maxsize=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -137,17 +138,17 @@ class EvictionConfig:
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         if self.refresh != "once":
-            _check_int("refresh", self.refresh, 1, hint=" or 'once'")
+            check_int("refresh", self.refresh, 1, hint=" or 'once'")
         for name, least in _LEAST.items():
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), least)
+            if self._has(name):
+                check_int(name, getattr(self, name), least)
         for name in ("compression", "alpha", "step_alpha", "reserve"):
-            if getattr(self, name) is not None:
+            if self._has(name):
                 _check_unit(name, getattr(self, name))
         if isinstance(self.recent, float):
             _check_unit("recent, as a share of the budget,", self.recent)
         else:
-            _check_int("recent", self.recent, 0)
+            check_int("recent", self.recent, 0)
         if self.pool % 2 == 0:
             raise ValueError(f"pool must be an odd number of positions, got {self.pool}")
         if self.scorer_seed is not None and self.scorer_seed > MAX_SEED:
@@ -155,11 +156,21 @@ class EvictionConfig:
         if self.layers is not None:
             if not isinstance(self.layers, (tuple, list)):
                 raise ValueError(f"layers must be a tuple of layers, got {self.layers!r}")
+            for layer in self.layers:
+                check_int("a layer that scores", layer, 0)
             if not self.layers or len(set(self.layers)) < len(self.layers):
                 raise ValueError(f"layers must be different ones, at least one, got {self.layers}")
-            for layer in self.layers:
-                _check_int("a layer that scores", layer, 0)
             object.__setattr__(self, "layers", tuple(sorted(self.layers)))
+        if self.scorer_file is not None:
+            if not isinstance(self.scorer_file, str | os.PathLike):
+                raise ValueError(f"scorer_file must be a path, got {self.scorer_file!r}")
+            object.__setattr__(self, "scorer_file", os.fspath(self.scorer_file))
+        if not isinstance(self.protect_prompt, bool):
+            raise ValueError(f"protect_prompt must be True or False, got {self.protect_prompt!r}")
+
+    def _has(self, name: str) -> bool:
+        """Whether an option has a value: only those that are None by default may have none."""
+        return getattr(self, name) is not None or getattr(type(self), name) is not None
 
     def _check_effects(self) -> None:
         """Refuse options that others leave without effect."""
@@ -304,6 +315,7 @@ _LEAST = {
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ValueError for what is none of the choices."""
     if value not in choices:
         raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(choices)}")
 
@@ -313,6 +325,7 @@ def _check_unit(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")
 
 
-def _check_int(name: str, value: object, least: int, hint: str = "") -> None:
+def check_int(name: str, value: object, least: int, hint: str = "") -> None:
+    """Raise ValueError for what is no whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}{hint}, got {value!r}")

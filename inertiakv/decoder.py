@@ -11,12 +11,14 @@ from typing import NoReturn
 
 import torch
 
+from .cache import memory
 from .cache.budgets import Budgets
-from .cache.slot_cache import SlotCache, bucket
+from .cache.slot_cache import SlotCache
 from .compiling.graphs import Graphs
-from .config import SMALLEST_BUFFER, EvictionConfig
+from .config import EvictionConfig
 from .decoding import saving
-from .decoding.batch import MAX_EOS_IDS, NO_TOKEN, READ_EVERY, BatchState
+from .decoding.admission import Admission, check_options
+from .decoding.batch import NO_TOKEN, READ_EVERY, BatchState
 from .decoding.decoding_rule import DecodingRule
 from .decoding.exclusive import Exclusive
 from .decoding.generation import Conversation, GenerationLoop, Stop
@@ -24,13 +26,11 @@ from .decoding.prefill import Progress
 from .decoding.recording import Recording
 from .decoding.runtime import Runtime
 from .model import LanguageModel
-from .requests.prompts import Prompts, check_positions, count_rows, is_single, to_rows
+from .requests.prompts import Prompts, is_single, to_rows
 from .requests.results import Generation, Stats
 from .requests.sampling import Sampling
 
 log = logging.getLogger(__name__)
-FEW_TOKENS = 32
-"""Fewer than these leave no model enough of a prompt to answer it."""
 _GREEDY = Sampling()
 
 
@@ -91,7 +91,7 @@ class Decoder:
                 record=record,
                 check_ranks=check_ranks,
             )
-        self._warned = False  # of a small budget
+        self._admission = Admission(self._runtime)
         self._conversation: Conversation | None = None
         self._latest: GenerationLoop | None = None  # the answer that has not been finished
 
@@ -153,9 +153,10 @@ class Decoder:
         prompt tokens done and in all. Raises, before any work, ValueError for prompts, lengths or options
         that cannot be, and MemoryError with an estimate where the caches do not fit.
         """
-        self._check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
+        rows = to_rows(prompts, self.model.config.vocab_size)
+        check_options(len(rows), max_new_tokens, sampling, eos_token_ids, stop)
         with self._exclusive:
-            self._prefill(prompts, max_new_tokens, progress)
+            self._prefill(rows, max_new_tokens, progress, sampling)
             return self._decode(max_new_tokens, sampling, eos_token_ids, stop)
 
     def stream(
@@ -173,23 +174,25 @@ class Decoder:
 
         Errors that `generate` raises before any work come at the call; the prompt is read at the first
         token."""
-        self._check_options(count_rows(prompts), max_new_tokens, sampling, eos_token_ids)
+        rows = to_rows(prompts, self.model.config.vocab_size)
+        check_options(len(rows), max_new_tokens, sampling, eos_token_ids, stop)
         with self._exclusive:
-            self._check_request(prompts, max_new_tokens)
-        return self._stream(prompts, max_new_tokens, sampling, eos_token_ids, stop, progress)
+            self._admission.admit(rows, max_new_tokens, sampling, self._conversation)
+        single = is_single(prompts)
+        return self._stream(rows, single, max_new_tokens, sampling, eos_token_ids, stop, progress)
 
     def _stream(
         self,
-        prompts: Prompts,
+        rows: list[list[int]],
+        single: bool,
         max_new_tokens: int,
         sampling: Sampling,
         eos_token_ids: Sequence[int] | None,
         stop: Stop | None,
         progress: Progress | None,
     ) -> Iterator[int | list[int | None]]:
-        single = is_single(prompts)
         with self._exclusive:
-            self._prefill(prompts, max_new_tokens, progress)
+            self._prefill(rows, max_new_tokens, progress, sampling)
             answer = self._answer(max_new_tokens, sampling, eos_token_ids, stop, read_every=1)
         yield from self._steps(answer, single)
 
@@ -204,7 +207,7 @@ class Decoder:
         """As `decode`, token by token: an int where the conversation has one row, else a list with None where
         a row has ended."""
         with self._exclusive:
-            self._check_answer(max_new_tokens, sampling, eos_token_ids)
+            self._admission.check_answer(self._current(), max_new_tokens, sampling, eos_token_ids, stop)
             answer = self._answer(max_new_tokens, sampling, eos_token_ids, stop, read_every=1)
         return self._steps(answer, answer.conversation.stats.batch == 1)
 
@@ -225,11 +228,18 @@ class Decoder:
     def prefill(self, prompts: Prompts, *, max_new_tokens: int = 0, progress: Progress | None = None) -> None:
         """Start a conversation with `prompts` without answering yet. `max_new_tokens` sizes the buffers for
         `decode`. Raises as `generate` does."""
+        rows = to_rows(prompts, self.model.config.vocab_size)
         with self._exclusive:
-            self._prefill(prompts, max_new_tokens, progress)
+            self._prefill(rows, max_new_tokens, progress)
 
-    def _prefill(self, prompts: Prompts, max_new_tokens: int, progress: Progress | None) -> None:
-        rows, budgets = self._check_request(prompts, max_new_tokens)
+    def _prefill(
+        self,
+        rows: list[list[int]],
+        max_new_tokens: int,
+        progress: Progress | None,
+        sampling: Sampling = _GREEDY,
+    ) -> None:
+        budgets = self._admission.admit(rows, max_new_tokens, sampling, self._conversation)
         with self._whole():
             conversation = self._begin(budgets, max_new_tokens)
             conversation.read_prompts(rows, max_new_tokens, progress)
@@ -237,8 +247,8 @@ class Decoder:
 
     def take_prompt(self, source: Decoder, *, max_new_tokens: int = 0) -> None:
         """Start a conversation with the prompts that another decoder of the same model has prefilled, by
-        copying their K and V: one prefill then serves several rules. Raises ValueError where `source` has
-        evicted of them or has begun to answer."""
+        copying their K and V: one prefill then serves several rules. Raises as `generate` does, and
+        ValueError where `source` has another model, has evicted of the prompts or has begun to answer."""
         if source is self:
             raise ValueError("a decoder cannot take a prompt over from itself")
         if source.model is not self.model:
@@ -249,7 +259,8 @@ class Decoder:
             lengths = theirs.stats.prompt_tokens
             if theirs.logits_BV is None or theirs.cache.mean_B.tolist() != lengths:
                 raise ValueError("only a prompt of which nothing was evicted or answered can be taken over")
-            budgets = self._check_lengths(lengths, max_new_tokens)
+            rows = [range(length) for length in lengths]
+            budgets = self._admission.admit(rows, max_new_tokens, _GREEDY, self._conversation)
             with self._whole():
                 conversation = self._begin(budgets, max_new_tokens)
                 conversation.copy_prompts(theirs, max_new_tokens)
@@ -261,8 +272,8 @@ class Decoder:
 
         What was generated belongs to the conversation, its last token, too. The turn attends over what the
         cache has kept. Its last token is the first step of a new refresh schedule: it scores, and then each
-        row is evicted to the budget that its prompt gave it, or with `after="none"` not at all. Raises
-        ValueError as `generate` does, and before any prompt.
+        row is evicted to the budget that its prompt gave it, or with `after="none"` not at all. Raises as
+        `generate` does, and ValueError where there is no conversation.
         """
         rows = to_rows(turns, self.model.config.vocab_size, what="turn")
         with self._exclusive:
@@ -279,8 +290,7 @@ class Decoder:
             if not fed:
                 row.insert(0, token)
         totals = [n + len(row) for n, row in zip(lengths, rows, strict=True)]
-        check_positions(totals, max_new_tokens, self.model.config.max_positions, self._runtime.drafted)
-        self._runtime.buffers.check_place(self.model)
+        self._admission.admit_turn(conversation, rows, totals, max_new_tokens)
         self._latest = None
         with self._whole():
             conversation.read_turn(rows, max_new_tokens, progress)
@@ -295,9 +305,9 @@ class Decoder:
         stop: Stop | None = None,
     ) -> Generation:
         """Answer the conversation, or go on with an answer that ended by its length. Raises as `generate`
-        does."""
+        does, and ValueError where there is no conversation."""
         with self._exclusive:
-            self._check_answer(max_new_tokens, sampling, eos_token_ids)
+            self._admission.check_answer(self._current(), max_new_tokens, sampling, eos_token_ids, stop)
             return self._decode(max_new_tokens, sampling, eos_token_ids, stop)
 
     def _decode(
@@ -334,63 +344,27 @@ class Decoder:
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a safetensors file, from which `load` goes on exactly. Raises ValueError
-        for a model on several ranks, none of which has all of it."""
+        where there is no conversation and for a model on several ranks, none of which has all of it, and
+        OSError where the file cannot be written."""
         with self._exclusive:
             self._finish()
             saving.save(self._current(), path)
 
     def load(self, path: str | Path) -> None:
-        """Take over a conversation that `save` wrote. Raises ValueError where it is another model's or
-        rule's."""
+        """Take over a conversation that `save` wrote. Raises FileNotFoundError where there is no file,
+        ValueError where it is damaged, or another model's or rule's, and MemoryError where it does not fit.
+        The conversation before it is forgotten once all of that is known to be right."""
         with self._exclusive, torch.inference_mode(False):
             state, tensors = saving.read(self._runtime, path)
             self._forget()
             with self._whole():
                 self._conversation = saving.restore(self._runtime, state, tensors)
 
-    def _check_request(self, prompts: Prompts, max_new_tokens: int) -> tuple[list[list[int]], Budgets]:
-        """The prompts and their budgets, once nothing speaks against reading and answering them."""
-        rows = to_rows(prompts, self.model.config.vocab_size)
-        return rows, self._check_lengths([len(row) for row in rows], max_new_tokens)
-
-    def _check_lengths(self, lengths: list[int], max_new_tokens: int) -> Budgets:
-        buffers, config = self._runtime.buffers, self.model.config
-        budgets = Budgets(self.eviction, lengths, config.num_layers)
-        self._warn_of_small_shares(budgets)
-        drafted = self._runtime.drafted if budgets.overfull else 0
-        # A draft follows the answer's first token.
-        check_positions(lengths, max_new_tokens, config.max_positions, drafted + 1 if drafted else 0)
-        buffers.check_place(self.model)
-        prompt_slots = bucket(max(lengths) + drafted + 1) if budgets.overfull else 0
-        slots, chunk = self._slots(budgets, max_new_tokens), min(max(lengths), self._runtime.prefill.chunk)
-        buffers.require(len(lengths), prompt_slots, slots, chunk)
-        return budgets
-
-    def _warn_of_small_shares(self, budgets: Budgets) -> None:
-        """Say once where a share of a short prompt is next to nothing."""
-        if self._warned or self.eviction is None or self.eviction.budget is not None:
-            return
-        kept, length = min(zip(budgets.rows, budgets.lengths, strict=True))
-        if kept < min(FEW_TOKENS, length):
-            self._warned = True
-            log.warning(
-                "compression=%s keeps %d of a prompt of %d tokens, too few to answer from: give budget, or "
-                "min_budget=%d, which costs no memory",
-                self.eviction.compression,
-                kept,
-                length,
-                SMALLEST_BUFFER,
-            )
-
-    def _slots(self, budgets: Budgets, max_new_tokens: int) -> int:
-        drafted = self._runtime.drafted if budgets.overfull else 0
-        return budgets.decode_slots(max(max_new_tokens, drafted))
-
     def _begin(self, budgets: Budgets, max_new_tokens: int) -> Conversation:
         """Start a conversation with room for prompts of these budgets."""
         self._forget()
         self.graphs.follow(self.model)
-        slots = self._slots(budgets, max_new_tokens)
+        slots = self._admission.slots(budgets, max_new_tokens)
         self._conversation = Conversation.begin(self._runtime, budgets.lengths, budgets, slots)
         return self._conversation
 
@@ -427,30 +401,6 @@ class Decoder:
     def _read_every(self, stop: Stop | None) -> int:
         return 1 if stop is not None or self.model.device.type == "cpu" else READ_EVERY
 
-    def _check_answer(
-        self, max_new_tokens: int, sampling: Sampling, eos_token_ids: Sequence[int] | None
-    ) -> None:
-        """Raise ValueError where the conversation cannot be answered so."""
-        conversation = self._current()
-        self._runtime.buffers.check_place(self.model)
-        self._check_options(conversation.stats.batch, max_new_tokens, sampling, eos_token_ids)
-        lengths = conversation.batch.position_B.tolist()
-        check_positions(lengths, max_new_tokens, self.model.config.max_positions)
-
-    def _check_options(
-        self, rows: int, max_new_tokens: int, sampling: Sampling, eos_token_ids: Sequence[int] | None
-    ) -> Sequence[int]:
-        """Raise ValueError for options that cannot be; the ids that end a row."""
-        if not isinstance(sampling, Sampling):
-            raise ValueError(f"sampling is a Sampling(temperature=..., ...), got {sampling!r}")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        sampling.seeds(rows)
-        eos = self.model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
-        if len(eos) > MAX_EOS_IDS:
-            raise ValueError(f"{len(eos)} end-of-sequence ids; at most {MAX_EOS_IDS} are supported")
-        return eos
-
     def _current(self) -> Conversation:
         if self._conversation is None:
             raise ValueError("no conversation yet: call generate, stream or prefill first")
@@ -460,7 +410,9 @@ class Decoder:
         self.graphs.drop_captures()
         if self._runtime.buffers.recorder is not None:
             self._runtime.buffers.recorder.start()
+        size = 0 if self._conversation is None else self._conversation.own_bytes
         self._conversation = self._latest = None
+        memory.give_back(self.model.device, size)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

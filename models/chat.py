@@ -7,11 +7,13 @@ from typing import Any
 
 from ..config import EvictionConfig
 from ..decoder import Decoder
+from ..decoding.admission import check_options
 from ..decoding.prefill import Progress
 from ..model import LanguageModel
 from ..requests.sampling import Sampling
 from ..requests.text import TextStream
 from .encoding import chat_text, decode_answer, encode_text
+from .files import check_text
 
 _ANSWER = "\N{REFERENCE MARK}the answer\N{REFERENCE MARK}"
 """Stands for the last answer where a template is asked for what follows it."""
@@ -47,6 +49,7 @@ class Chat:
 
     def clear(self) -> None:
         """Forget all messages."""
+        self._latest: list[dict[str, str]] = []  # those that are answered now, or were last
         self.messages: list[dict[str, str]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
@@ -84,11 +87,15 @@ class Chat:
         """The answer to a message, piece by piece. Where it is left early, the pieces so far are the answer.
 
         `max_new_tokens`: at most; fewer where the model has no more positions. Raises as `Decoder.generate`
-        does, and ValueError for a message that there are no positions for. A message that fails is no part of
-        the chat."""
+        does, and ValueError for a message that there are no positions for, all at the first piece. A message
+        that fails is no part of the chat, nor is one that another has come before the end of."""
+        if not isinstance(text, str):
+            raise ValueError(f"a message is a text, got {text!r:.80}")
+        check_text(text, "the message")
+        check_options(1, max_new_tokens, sampling)
         messages = [*self.messages, {"role": "user", "content": text}]
         turn = self._turn(messages)
-        self._answer = None
+        self._answer, self._latest = None, messages
         if turn is None:
             prompt = encode_text(self.tokenizer, chat_text(self.tokenizer, messages))
             new = self._room(len(prompt), max_new_tokens)
@@ -123,8 +130,9 @@ class Chat:
     def _pieces(self, messages: list[dict[str, str]], new: int, sampling: Sampling) -> Iterator[str]:
         answer: list[int] = []
         text, eos_ids = TextStream(self.tokenizer), self.decoder.model.config.eos_token_ids
+        tokens = self.decoder.stream_answer(new, sampling=sampling)
         try:
-            for token in self.decoder.stream_answer(new, sampling=sampling):
+            for token in tokens:
                 assert isinstance(token, int)
                 answer.append(token)
                 if token not in eos_ids and (piece := text.push(token)):
@@ -132,7 +140,7 @@ class Chat:
             if piece := text.end():
                 yield piece
         finally:
-            if self.decoder.cache is not None:  # else it has failed
+            if self.decoder.cache is not None and self._latest is messages:  # else it has failed
                 content = decode_answer(self.tokenizer, answer, eos_ids)
                 self.messages = [*messages, {"role": "assistant", "content": content}]
                 self._answer = answer

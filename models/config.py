@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from . import llama, mistral, qwen2, qwen3, qwen3_moe
-from .family import Family, MoEConfig, RawConfig
+from .family import FAMILIES, Family, MoEConfig, RawConfig
 from .rope import RopeConfig
 
-FAMILIES = tuple(module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe))
 ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "hidden_act": ("silu",),
@@ -44,6 +42,16 @@ class ModelConfig:
     stored_dtype: torch.dtype | None = None  # the dtype that config.json names, if it does
     eos_token_ids: tuple[int, ...] = ()
 
+    def mlp_bytes(self, dtype: torch.dtype) -> int:
+        """What a token takes within the widest MLP, beside its input: gate, up and their product; of experts
+        those of each of its own, or what they give in float32, weighted and not."""
+        size, moe = dtype.itemsize, self.moe
+        if moe is None:
+            return 3 * size * self.intermediate_size
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        within = size * (2 * self.hidden_size + 4 * moe.intermediate_size)
+        return moe.top_k * max(within, 2 * wide * self.hidden_size)
+
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     """A dtype from its name, with or without `torch.` before it. Raises ValueError for any other dtype."""
@@ -57,8 +65,16 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
 def parse_config(raw: RawConfig, generation: RawConfig | None = None) -> ModelConfig:
     """Reads the content of a config.json, and of a generation_config.json. EOS ids are those of both.
 
-    Raises ValueError for whatever is missing or not understood, naming it.
+    Raises ValueError for whatever is missing or not understood, naming it where it is no value of another
+    type.
     """
+    try:
+        return _parse(raw, generation or {})
+    except (TypeError, AttributeError, KeyError, ArithmeticError) as error:  # a value of another type
+        raise ValueError(f"the config is not understood: {type(error).__name__}: {error}") from error
+
+
+def _parse(raw: RawConfig, generation: RawConfig) -> ModelConfig:
     family = _find_family(raw)
     for key, accepted in {**ACCEPTED, **family.accepts}.items():
         if raw.get(key) not in (None, *accepted):
@@ -95,7 +111,7 @@ def parse_config(raw: RawConfig, generation: RawConfig | None = None) -> ModelCo
         windows=family.windows(raw, num_layers),
         moe=family.moe(raw, num_layers),
         stored_dtype=None if dtype is None else parse_dtype(dtype),
-        eos_token_ids=unite_ids((generation or {}).get("eos_token_id"), raw.get("eos_token_id")),
+        eos_token_ids=unite_ids(generation.get("eos_token_id"), raw.get("eos_token_id")),
     )
 
 

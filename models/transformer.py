@@ -5,7 +5,7 @@ Shapes: B batch, T query tokens, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +53,9 @@ class Transformer(nn.Module):
     """
 
     source = "made in memory"
-    loaded: Any = None  # a checkpoint.Loaded if it was loaded
     substituted = False  # other weights than those that were asked for
-    apart_from_graphs = ("source", "loaded", "substituted")
+    bytes_read = 0  # of a checkpoint, by this process
+    apart_from_graphs = ("source", "substituted", "bytes_read")
 
     def __init__(self, config: ModelConfig, tp: TensorParallel = SINGLE_PROCESS) -> None:
         super().__init__()

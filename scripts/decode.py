@@ -170,7 +170,13 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
     max_new_tokens = choose_length(args.max_new_tokens, max(map(len, rows)), model.config.max_positions)
     stop = StopStrings(tokenizer, args.stop) if args.stop else None
     detokenizer = Detokenizer(tokenizer, model.config.eos_token_ids, stop)
-    about = describe(args, model) | {"device": str(model.device), "ranks": tp.size}
+    about = {
+        **describe(args, model),
+        "substituted": model.substituted,
+        "eos_token_ids": list(model.config.eos_token_ids),
+        "device": str(model.device),
+        "ranks": tp.size,
+    }
 
     runs = []
     for name, eviction in policies:
@@ -290,8 +296,6 @@ def describe(args: MachineOptions, model: Any) -> dict[str, Any]:
     return {
         "name": args.model,
         "source": str(model.source),
-        "substituted": model.substituted,
-        "eos_token_ids": list(model.config.eos_token_ids),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantize": args.quantize,
     }

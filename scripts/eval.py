@@ -44,12 +44,11 @@ from inertiakv.compiling.collectives import TensorParallel
 from inertiakv.decoding.tensor_parallel import check_rule
 from inertiakv.evals import registry
 from inertiakv.evals.essays import Essays, load_essays
-from inertiakv.evals.prompting import Prompting
-from inertiakv.evals.records import Mean, Record, means
+from inertiakv.evals.records import NAME, Mean, Record, means, read_meta
 from inertiakv.evals.reporting.table import aligned
 from inertiakv.evals.rules import Rule, choose_rules, label
 from inertiakv.evals.run import Evaluation, count, make_groups
-from inertiakv.evals.run_meta import NAME, read_meta
+from inertiakv.evals.task import Prompting
 from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scripts import decode
 from inertiakv.scripts.cli import program, prompts
@@ -76,7 +75,7 @@ class TaskOptions:
     """The tokenizer's chat template around a prompt, or the prompt as it is."""
     template_args: prompts.TemplateArgs = ()
     """What the chat template is given beside messages, as enable_thinking=false."""
-    essays: Annotated[str | None, Option(metavar="FILE|DIR|hub", default="the project's")] = None
+    essays: Annotated[str | None, Option(metavar="FILE|hub", default="the project's")] = None
     """The text that needles are hidden in."""
     data: Annotated[Path | None, Option(metavar="DIR", default="from the hub")] = None
     """The folder with the files of all benchmarks that have data."""
@@ -171,7 +170,7 @@ def ask(args: Arguments, asked: Asked, tp: TensorParallel) -> tuple[list[Record]
             raise ValueError(f"--lengths {max(args.lengths)} is more than the model's {most} positions")
         template_args = prompts.parse_template_args(args.template_args)
         prompting = Prompting(tokenizer, args.template, template_args)
-        setting = registry.Setting(prompting, most, args.seed, args.samples, essays, args.data)
+        setting = registry.Setting(prompting, most, args.seed, essays, args.data)
         with loading():
             tasks = registry.make_tasks(names, setting)
         groups = make_groups(tasks, args.lengths, args.samples)

@@ -192,7 +192,9 @@ class Plan:
         }
         rules = {FULL: None, args.policy: self.rule}
         footprints = {
-            (ranks, context, name): make_footprint(shards[ranks], context, args.new_tokens, rules[name])
+            (ranks, context, name): make_footprint(
+                shards[ranks], context, args.new_tokens, rules[name], on_cpu=self.machine.device.kind == "cpu"
+            )
             for ranks, context, name in product(args.ranks, args.context, rules)
         }
         return {
@@ -252,8 +254,9 @@ class Plan:
             self.args,
             map(max, (self.args.ranks, self.args.context, self.args.batch)),
         )
+        on_cpu = self.machine.device.kind == "cpu"
         asked = fitting.Request(
-            self.config, self.dtype, args.quantize, ranks, context, args.new_tokens, batch, rule
+            self.config, self.dtype, args.quantize, ranks, context, args.new_tokens, batch, rule, on_cpu
         )
         return self._setting(ranks, context, name) | fitting.describe(asked, self.available)
 
@@ -283,7 +286,13 @@ class Plan:
         for compression in COMPRESSIONS:
             try:
                 eviction = policy(self.args.policy, compression=compression)
-                footprint = make_footprint(shard, context, self.args.new_tokens, eviction)
+                footprint = make_footprint(
+                    shard,
+                    context,
+                    self.args.new_tokens,
+                    eviction,
+                    on_cpu=self.machine.device.kind == "cpu",
+                )
             except ValueError:  # less is kept than the rule protects
                 continue
             sessions = footprint.most_one_by_one(self.available)

@@ -5,15 +5,13 @@ with its pictures in plots/.
 
 Examples:
   python scripts/report.py results/r1
-  python scripts/report.py results/r1 results/r2 --out report --reference inertiakv
-  python scripts/report.py results/* --json > figures.json
+  python scripts/report.py results/r1 results/r2 --out report
 
 The exit code is 0, or 2 where the command line or a file is wrong.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +21,9 @@ from typing import Annotated
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own packages, installed or not
 
 from inertiakv.evals.reporting import figures, page
-from inertiakv.evals.reporting.paired import numbers
-from inertiakv.evals.reporting.runs import combine, read_run
+from inertiakv.evals.reporting.suites import combine, read_run
 from inertiakv.scripts.cli import program
-from inertiakv.scripts.cli.arguments import Option, Switch, parse
+from inertiakv.scripts.cli.arguments import Option, parse
 from inertiakv.scripts.cli.program import say
 
 
@@ -36,11 +33,6 @@ class Arguments:
     """Folders that scripts/eval.py has written."""
     out: Annotated[Path | None, Option(metavar="DIR", default="the first DIR")] = None
     """The folder that the report goes to."""
-    reference: str = "full"
-    """The policy that all others are compared with, beside inertiakv: at the same budget, but for the full
-    cache."""
-    json: Switch = False
-    """Print every mean and comparison as one object to stdout, and write nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,23 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(args: Arguments) -> None:
     if not args.folders:
         raise ValueError("give at least one folder that scripts/eval.py has written")
-    if args.json and args.out is not None:
-        raise ValueError("--out has no effect with --json, which writes nothing")
     runs = [read_run(folder) for folder in dict.fromkeys(args.folders)]
     suites, notes = combine(runs)
-    policies = dict.fromkeys(arm.policy for suite in suites for arm in suite.arms)
-    if args.reference not in policies:
-        raise ValueError(f"--reference {args.reference} was not run; choose from {', '.join(policies)}")
-    if args.json:
-        print(json.dumps(numbers(runs, suites, notes, args.reference)))
-        return
     out = args.out or args.folders[0]
     out.mkdir(parents=True, exist_ok=True)
-    parts = page.sections(runs, suites, notes, args.reference, out / "plots")
-    (out / "report.md").write_text(page.markdown(parts), encoding="utf-8")
+    made = page.page(runs, suites, notes, out / "plots")
+    (out / "report.md").write_text(made, encoding="utf-8")
     for note in notes if figures.available() else [*notes, figures.MISSING]:
         say(f"note: {note}")
-    print(out / "report.md")
+    print(f"{out / 'report.md'}")
 
 
 if __name__ == "__main__":

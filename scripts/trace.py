@@ -35,7 +35,7 @@ from inertiakv.evals.reporting import figures
 from inertiakv.scripts import decode
 from inertiakv.scripts.benchmarking import results
 from inertiakv.scripts.cli import program
-from inertiakv.scripts.cli.arguments import Option, Switch, parse
+from inertiakv.scripts.cli.arguments import Names, Option, Switch, parse
 from inertiakv.scripts.cli.console import PrefillBar
 from inertiakv.scripts.cli.machine import check_device
 from inertiakv.scripts.cli.program import say
@@ -43,7 +43,6 @@ from inertiakv.scripts.tracing import analysis, page, plots, runs, tables, text
 from inertiakv.scripts.tracing.page import TracedRun, traced_run
 from inertiakv.scripts.tracing.runs import Rules, Run
 
-Names = Annotated[list[str], Option(metavar="NAME,...|none")]
 SCORERS = ["attention", "value_norm", "entropy", "keydiff", "key_norm", "recency", "random"]
 
 

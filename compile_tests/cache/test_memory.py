@@ -91,6 +91,27 @@ def test_too_little_memory_is_an_error_before_any_work(
     assert start + decoder.decode(7, eos_token_ids=[]).tokens[0] == expected
 
 
+@pytest.mark.parametrize(
+    "eviction", [None, EvictionConfig(budget=50, evict_at="prompt", window=8, after="none", refresh=1)]
+)
+def test_too_little_memory_for_a_turn_or_an_answer_leaves_the_conversation(
+    eviction: EvictionConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = decoder_for(tiny_model(layers=LAYERS, dtype=torch.float32), eviction)
+    expected = decoder.generate(random_prompt(300), 9, eos_token_ids=[]).tokens[0]
+    start = decoder.generate(random_prompt(300), 2, eos_token_ids=[]).tokens[0]
+    with monkeypatch.context() as little:
+        little.setattr(memory, "available_bytes", lambda device: 100_000)
+        for act in (
+            lambda: decoder.extend(random_prompt(2000)),
+            lambda: decoder.decode(2000),
+            lambda: decoder.stream_answer(2000),
+        ):
+            with pytest.raises(MemoryError, match=r"needs .* GiB on cpu"):
+                act()
+    assert start + decoder.decode(7, eos_token_ids=[]).tokens[0] == expected
+
+
 class Largest(TorchDispatchMode):
     """The most elements of any tensor that an operation returns."""
 

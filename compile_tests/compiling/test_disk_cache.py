@@ -53,6 +53,8 @@ def files() -> Iterator[list[Path]]:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch._inductor.utils import fresh_cache
 
+    if not hasattr(torch.compile(abs), "aot_compile"):
+        pytest.skip(f"torch {torch.__version__} keeps no compiled functions")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the tests, which loops are made for
     with fresh_cache():
@@ -68,7 +70,7 @@ def files() -> Iterator[list[Path]]:
 def test_what_changes_no_graph_changes_no_fingerprint() -> None:
     plain = seen()
     other_weights = tiny_model(4, layers=2, dtype=torch.float32)
-    other_weights.loaded, other_weights.source = object(), "elsewhere"
+    other_weights.bytes_read, other_weights.source = 7, "elsewhere"
     assert seen(other_weights) == plain
     assert seen(copy.deepcopy(small_model())) == plain
     assert seen(rule=EvictionConfig(compression=0.5, alpha=0.3, refresh=4)) == plain

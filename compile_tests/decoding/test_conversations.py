@@ -248,6 +248,9 @@ def test_stop_strings_end_a_row_at_their_last_token() -> None:
     assert StopStrings(None, "abc").strings == ["abc"]
     with pytest.raises(ValueError, match="non-empty"):
         StopStrings(Letters(), [""])
+    for strings in (None, 3, [b"abc"], []):
+        with pytest.raises(ValueError, match="stop strings must be non-empty"):
+            StopStrings(Letters(), strings)  # type: ignore[arg-type]
 
 
 # Saving and loading
@@ -326,6 +329,14 @@ def test_a_file_of_another_model_or_rule_is_refused(other: object, tmp_path: Pat
     with pytest.raises(ValueError, match="was saved with"):
         stranger.load(tmp_path / "conversation")
     assert start + stranger.decode(6).tokens[0] == expected
+
+
+def test_a_conversation_that_cannot_be_written(tmp_path: Path) -> None:
+    decoder = decoder_for(MODEL, None)
+    decoder.generate(random_prompt(10), 2)
+    for path in (tmp_path, tmp_path / "missing" / "file"):
+        with pytest.raises(OSError, match="the conversation was not saved"):
+            decoder.save(path)
 
 
 def test_files_that_are_no_conversation(tmp_path: Path) -> None:

@@ -34,16 +34,23 @@ WRONG: list[tuple[Any, int, dict[str, Any], str]] = [
     ([3, 61], 5, {}, "prompt 0 has 61"),
     ([[1], [3, -1]], 5, {}, "prompt 1 has -1"),
     ([[1.5]], 5, {}, "prompt 0 has 1.5"),
-    (PROMPT, 0, {}, "max_new_tokens must be at least 1, got 0"),
-    (PROMPT, -3, {}, "max_new_tokens must be at least 1, got -3"),
+    (PROMPT, 0, {}, "max_new_tokens must be a whole number of at least 1, got 0"),
+    (PROMPT, -3, {}, "max_new_tokens must be a whole number of at least 1, got -3"),
     (random_prompt(101), 1, {}, "101 tokens are more than the model's 100 positions"),
     (PROMPT, 71, {}, "at most 70 new tokens fit"),
     (PROMPT, 5, {"sampling": DRAWN}, "2 seeds for 1 prompts"),
     ([PROMPT] * 3, 5, {"sampling": DRAWN}, "2 seeds for 3 prompts"),
-    (PROMPT, 5, {"sampling": Sampling(temperature=1.0, seed=2**63)}, "seed"),
     (PROMPT, 5, {"eos_token_ids": list(range(65))}, "65 end-of-sequence ids"),
     ("Why?", 5, {}, r"got text: give tokenizer\(text\).input_ids"),
     (["Why?", "How?"], 5, {}, "got text"),
+    (None, 5, {}, "a prompt is a list of token ids, got None"),
+    ([PROMPT, 3], 5, {}, "a prompt is a list of token ids, got 3"),
+    (torch.tensor(3), 5, {}, r"a prompt is a list of token ids, got tensor\(3\)"),
+    ({1, 2}, 5, {}, r"a prompt is a list of token ids, got \{1, 2\}"),
+    (PROMPT, "5", {}, "max_new_tokens must be a whole number of at least 1, got '5'"),  # type: ignore[list-item]
+    (PROMPT, 5, {"stop": "end"}, "stop is a function, as StopStrings"),
+    (PROMPT, 5, {"eos_token_ids": 3}, "eos_token_ids are token ids, got 3"),
+    (PROMPT, 5, {"eos_token_ids": ["</s>"]}, "eos_token_ids are token ids, got"),
     ({"input_ids": PROMPT}, 5, {}, "got a dict: give its input_ids"),
     (PROMPT, 5, {"sampling": {"temperature": 1.0}}, r"sampling is a Sampling\(temperature"),
     ([PROMPT, [1, 2, 3]], 5, {}, "protect more tokens than the budget of 1"),
@@ -72,6 +79,8 @@ def test_a_wrong_request_does_no_work_and_leaves_the_conversation(
     "options,match",
     [
         ({"max_new_tokens": 0}, "at least 1"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens must be a whole number"),
+        ({"max_new_tokens": 5, "stop": ["end"]}, "stop is a function"),
         ({"max_new_tokens": 62}, "at most 61 new tokens fit"),
         ({"max_new_tokens": 5, "sampling": DRAWN}, "2 seeds"),
         ({"max_new_tokens": 5, "eos_token_ids": list(range(65))}, "65 end-of-sequence ids"),
@@ -92,6 +101,16 @@ def test_there_is_nothing_to_go_on_with_before_a_prompt() -> None:
             act(decoder_for(MODEL, RULE))
 
 
+def test_a_turn_that_is_no_number_of_tokens_long() -> None:
+    decoder = decoder_for(MODEL, RULE)
+    expected = decoder.generate(PROMPT, 20).tokens[0]
+    start = decoder.generate(PROMPT, 10).tokens[0]
+    for act in (decoder.prefill, decoder.extend):
+        with pytest.raises(ValueError, match="max_new_tokens must be a whole number of at least 0"):
+            act(PROMPT, max_new_tokens=1.5)  # type: ignore[operator]
+    assert start + decoder.decode(10).tokens[0] == expected
+
+
 def test_the_last_position_can_be_used() -> None:
     decoder = decoder_for(MODEL, RULE)
     assert len(decoder.generate(PROMPT, 70).tokens[0]) == 70
@@ -103,7 +122,11 @@ def test_the_last_position_can_be_used() -> None:
     "options,match",
     [
         ({"attention": "paged"}, "unknown attention 'paged'; choose from auto, dense, flex"),
-        ({"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
+        ({"prefill_chunk": 1.5}, "prefill_chunk must be a whole number of at least 1, got 1.5"),
+        ({"repeat_prefix": [[1]]}, r"repeat_prefix 0 has \[1\]"),
+        ({"repeat_prefix": None}, "a repeat_prefix is a list of token ids, got None"),
+        ({"repeat_prefix": torch.tensor([1, 2])}, "repeat_prefix has no effect"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be a whole number of at least 1, got 0"),
     ],
 )
 def test_options_of_a_decoder_that_cannot_be(options: dict[str, Any], match: str) -> None:
@@ -193,7 +216,7 @@ def test_a_share_that_is_next_to_nothing_is_said_once(caplog: pytest.LogCaptureF
         decoder.generate(random_prompt(36), 2)
     decoder.use(EvictionConfig(compression=0.9, min_budget=127))
     assert decoder.generate(random_prompt(36), 2).stats.kept_tokens == [37]
-    (said,) = [record.message for record in caplog.records if record.name == "inertiakv.decoder"]
+    (said,) = [record.message for record in caplog.records if record.name == "inertiakv.decoding.admission"]
     assert "keeps 3 of a prompt of 36 tokens" in said
 
 

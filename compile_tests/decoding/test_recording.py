@@ -65,7 +65,7 @@ def test_no_more_than_asked_is_recorded() -> None:
 def test_a_decoder_that_does_not_record_says_so() -> None:
     decoder = decoder_for(tiny_model(), EvictionConfig())
     for record in (-1, 2.5, True):
-        with pytest.raises(ValueError, match="record must be a whole number of steps"):
+        with pytest.raises(ValueError, match="record must be a whole number of at least 0"):
             decoder_for(tiny_model(), EvictionConfig(), record=record)
     with pytest.raises(ValueError, match="make the Decoder with record="):
         decoder.recording()

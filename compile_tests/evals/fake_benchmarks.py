@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
-from inertiakv.evals.prompting import Prompting
 from inertiakv.evals.registry import Benchmark
-from inertiakv.evals.task import Sample
+from inertiakv.evals.task import Prompting, Sample
 
 NEW_TOKENS = 6
 ESSAYS = SimpleNamespace(name="essays of these tests", sha256="e5")

@@ -332,7 +332,7 @@ def test_runs_of_different_steps_are_not_compared() -> None:
     a = Made([{0: 1.0, 1: 2.0}], [[{0: 1.0, 1: 2.0}]], [1]).trace()
     b = Made([{0: 1.0, 1: 2.0, 2: 1.0}], [[{0: 1.0, 1: 2.0, 2: 1.0}]], [2]).trace()
     for compared in (dx.layer_spearman, lambda *traces: dx.layer_jaccard(*traces, 1)):
-        with pytest.raises(ValueError, match=r"\[1, 2\] and \[1, 3\]"):
+        with pytest.raises(AssertionError):
             compared(a, b)
 
 

@@ -21,10 +21,10 @@ from compile_tests.examples import share
 from compile_tests.tiny_chat import set_eos, tiny_chat
 from inertiakv import Decoder, EvictionConfig, policy
 from inertiakv.cache import memory
-from inertiakv.evals.prompting import Prompting, prompt_hash
-from inertiakv.evals.records import Mean, Record, RecordFile, Seconds, means, read_records
+from inertiakv.evals.records import SECONDS, Mean, Record, RecordFile, means, read_records
 from inertiakv.evals.rules import Rule, choose_rules, label, parse_policy
 from inertiakv.evals.run import Evaluation, Group, count, make_groups
+from inertiakv.evals.task import Prompting, prompt_hash
 from inertiakv.models import load_model
 from inertiakv.models.encoding import encode_chat
 
@@ -94,15 +94,15 @@ def test_policies_as_a_command_line_writes_them(text: str, changes: dict[str, An
         ("lazy4:pol=13", "unknown field in lazy4:pol=13: 'pol'; choose from compression"),
         ("lazy4:pool", "lazy4:pool: 'pool' is no field=value"),
         ("lazy4:pool=13:pool=5", "lazy4:pool=13:pool=5: pool is given twice"),
-        ("lazy4:pool=wide", "lazy4:pool=wide: pool must be a whole number, got 'wide'"),
-        ("lazy4:pool=1.5", "pool must be a whole number, got '1.5'"),
+        ("lazy4:pool=wide", "lazy4:pool=wide: pool must be a whole number of at least 1, got 'wide'"),
+        ("lazy4:pool=1.5", "pool must be a whole number of at least 1, got '1.5'"),
         ("lazy4:pool=4", "lazy4:pool=4: pool must be an odd number of positions, got 4"),
-        ("lazy4:alpha=", "alpha must be a number, got ''"),
+        ("lazy4:alpha=", "alpha must be a number in [0, 1), got ''"),
         ("lazy4:alpha=nan", "alpha must be a number in [0, 1), got nan"),
-        ("lazy4:refresh=never", "refresh must be a whole number or once, got 'never'"),
+        ("lazy4:refresh=never", "refresh must be a whole number of at least 1 or 'once', got 'never'"),
         ("lazy4:protect_prompt=1", "protect_prompt must be true or false, got '1'"),
-        ("lazy4:layers=0;1", "layers must be whole numbers joined by +, got '0;1'"),
-        ("lazy4:coupling=loose", "coupling must be layer_temporal or temporal or layer, got 'loose'"),
+        ("lazy4:layers=0;1", "layers must be a tuple of layers, got '0;1'"),
+        ("lazy4:coupling=loose", "unknown coupling 'loose'; choose from layer_temporal, temporal, layer"),
         ("lazy4:budget=9", "lazy4:budget=9: budget holds for all policies: give --budget"),
         ("single:alpha=0.5", "single:alpha=0.5: alpha=0.5 has no effect with aggregation='single'"),
         ("full:alpha=0.5", "full:alpha=0.5: alpha has no effect with policy 'full'"),
@@ -206,25 +206,19 @@ def test_lines_that_are_no_records_and_records_that_are_there_twice(tmp_path: Pa
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"index": [0]}, "index must be a whole number from 0, got [0]"),
-        ({"index": "0"}, "index must be a whole number from 0, got '0'"),
-        ({"index": True}, "index must be a whole number from 0, got True"),
-        ({"length": "777"}, "length must be a whole number from 1, got '777'"),
-        ({"compression": 2}, "compression must be a number from 0 to 1, got 2"),
-        ({"prompt_tokens": 0}, "prompt_tokens must be a whole number from 1, got 0"),
-        ({"kept_tokens": None}, "kept_tokens must be a number from 0, got None"),
-        ({"kept_tokens": math.inf}, "kept_tokens must be a number from 0, got inf"),
-        ({"score": math.nan}, "score must be a number from 0 to 1, got nan"),
+        ({"index": [0]}, "index must be a whole number, got [0]"),
+        ({"length": "777"}, "length must be a whole number, got '777'"),
+        ({"kept_tokens": None}, "kept_tokens must be a number, got None"),
+        ({"score": 50}, "score must be from 0 to 1, got 50"),
+        ({"score": math.nan}, "score must be from 0 to 1, got nan"),
         ({"prediction": None}, "prediction must be a text, got None"),
         ({"references": ["a", 7]}, "references.1 must be a text, got 7"),
         ({"facts": None}, "facts must be an object, got None"),
         ({"seconds": {}}, "it has no seconds.prefill, seconds.first_step, seconds.decode, seconds.compile"),
-        ({"seconds": dict.fromkeys(Seconds.__annotations__, "1")}, "seconds.prefill must be a number from 0"),
+        ({"seconds": dict.fromkeys(SECONDS, "1")}, "seconds.prefill must be a number, got '1'"),
     ],
 )
-def test_fields_of_records_are_what_their_annotations_say(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_fields_of_records(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     write(tmp_path / "records.jsonl", record(0), record(**{"index": 1} | changes))
     with pytest.raises(ValueError, match=re.escape(f"records.jsonl, line 2 is no record: {message}")):
         read_records(tmp_path)

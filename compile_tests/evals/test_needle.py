@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from compile_tests.tiny_chat import tiny_tokenizer
 from inertiakv.evals import needle
-from inertiakv.evals.essays import Essays, load_essays
+from inertiakv.evals.essays import Essays
 from inertiakv.evals.needle import DEPTHS, MAX_NEW_TOKENS, NEEDLE, PROMPT, needle_place
-from inertiakv.evals.prompting import Prompting
+from inertiakv.evals.task import Prompting
 
 SENTENCES = [f"On day {day} the keeper saw {day % 7} ships — and wrote it down." for day in range(400)]
 ESSAYS = Essays(name="log", text=" ".join(SENTENCES))
@@ -29,19 +29,13 @@ def grid(kind: str = "llama", essays: Any = ESSAYS, **options: Any) -> needle.Ne
     length=st.integers(500, 6000),
     depth=st.integers(0, 100),
     kind=st.sampled_from(["llama", "qwen"]),
-    seed=st.integers(0, 3),
-    turn=st.integers(0, 2),
 )
-def test_the_needle_is_whole_and_the_length_kept(
-    length: int, depth: int, kind: str, seed: int, turn: int
-) -> None:
-    task = grid(kind, depths=[depth], seed=seed, rounds=3)
-    sample = task.sample(length, turn)
+def test_the_needle_is_whole_and_the_length_kept(length: int, depth: int, kind: str) -> None:
+    sample = grid(kind, depths=[depth]).sample(length, 0)
     assert sample.prompt.count(f"\n{NEEDLE}\n") == sample.prompt.count("Dolores") == 1
     tokens = Prompting(tiny_tokenizer(kind), "chat").count(sample.prompt)
     assert length - 12 <= tokens + MAX_NEW_TOKENS <= length
     assert "\ufffd" not in sample.prompt
-    assert sample == grid(kind, depths=[depth], seed=seed, rounds=9).sample(length, turn)
 
 
 def test_depths_are_met_at_the_ends_of_sentences() -> None:
@@ -67,34 +61,6 @@ def test_depths_are_met_at_the_ends_of_sentences() -> None:
         "Question: The best thing to do in San Francisco is: \nAnswer:"
     )
     assert samples[3].facts["essays"] == "log"
-
-
-def test_further_rounds_begin_elsewhere_with_a_sentence() -> None:
-    task = grid(depths=(0, 50), rounds=4)
-    assert task.count(1000) == 8
-    begins = [task.sample(1000, index).prompt.split(f"\n{NEEDLE}\n")[1][:20] for index in (0, 2, 4, 6)]
-    assert len(set(begins)) == 4
-    assert all(begin.startswith("On day") for begin in begins)
-    assert task.sample(1000, 3).facts["depth"] == 50
-    assert task.sample(1000, 3) != grid(depths=(0, 50), rounds=4, seed=7).sample(1000, 3)
-    assert task.sample(1000, 1) == grid(depths=(0, 50), seed=7).sample(1000, 1)
-
-
-def test_no_two_rounds_begin_alike() -> None:
-    task = grid(essays=load_essays(), depths=[50], rounds=40)
-    begins = [task.sample(1000, turn).prompt.split("<book> ")[1][:100] for turn in range(40)]
-    assert len(set(begins)) == 40
-    # Sentences that are there twice, and those of other scripts.
-    for text, rounds in (("One. Two.\nTwo. One. Three", 3), ("一。二！二！三？", 3), ("No stop at all", 1)):
-        essays = Essays(name="short", text=text)
-        task = grid(essays=essays, rounds=rounds)
-        prompts = {task.sample(700, index).prompt for index in range(0, task.count(700), len(DEPTHS))}
-        assert len(prompts) == rounds
-        message = (
-            f"{rounds + 1} rounds .* the essays short have only {rounds}: ask for at most {11 * rounds} "
-        )
-        with pytest.raises(ValueError, match=message):
-            grid(essays=essays, rounds=rounds + 1)
 
 
 def test_short_essays_begin_again() -> None:
@@ -153,7 +119,5 @@ def test_a_prompt_without_any_letter_of_the_essays_is_too_short(kind: str) -> No
 def test_errors() -> None:
     with pytest.raises(ValueError, match="a length of 200 is too short"):
         grid().sample(200, 0)
-    with pytest.raises(ValueError, match=r"from 0 to 100, got \[0, 101\]"):
-        grid(depths=[0, 101])
     with pytest.raises(ValueError, match="essays x have the needle"):
         grid(essays=Essays(name="x", text=f"So. {NEEDLE} So."))

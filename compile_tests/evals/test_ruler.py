@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from compile_tests.examples import share
 from compile_tests.tiny_chat import BOS, tiny_tokenizer
 from inertiakv.evals.essays import Essays, load_essays
-from inertiakv.evals.prompting import Prompting
 from inertiakv.evals.ruler import OTHERS, TASKS, make, niah, words
 from inertiakv.evals.ruler.generated import NOISE, Generated
 from inertiakv.evals.ruler.niah import NEEDLES
 from inertiakv.evals.ruler.templates import COMMON_WORDS, FREQUENT_WORDS, NIAH, NIAH_ONE, VARIABLES
 from inertiakv.evals.ruler.variables import VariableTracking
-from inertiakv.evals.task import Sample
+from inertiakv.evals.task import Prompting, Sample
 
 pytest.importorskip("wonderwords")
 

@@ -129,7 +129,7 @@ def test_a_task_of_equal_differences_beside_another() -> None:
 
 
 def test_no_samples() -> None:
-    with pytest.raises(ValueError, match="at least one sample"):
+    with pytest.raises(AssertionError):
         estimate([[1.0], []])
 
 

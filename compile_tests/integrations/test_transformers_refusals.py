@@ -213,6 +213,7 @@ def test_models_that_cannot_work_so() -> None:
     lfm2 = other_config("lfm2", layer_types=["conv", "full_attention"] * 2)
     for model, message in (
         (meta(t5, AutoModelForSeq2SeqLM), "is an encoder and a decoder"),
+        ("llama", "str is no model of transformers"),
         (meta(bloom), "does not use AttentionInterface"),
         (meta(lfm2), "layer 0 of Lfm2ForCausalLM is no attention"),
     ):

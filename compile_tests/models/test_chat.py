@@ -120,3 +120,38 @@ def test_a_chat_without_room_says_so(loaded: tuple[Any, Any]) -> None:
     talk.clear()
     assert talk.messages == []
     talk.say(TURNS[0], 4, sampling=Sampling(temperature=0.9, seed=3))
+
+
+@pytest.mark.parametrize(
+    "text,options,match",
+    [
+        ("Hi", {"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1"),
+        ("Hi", {"max_new_tokens": 1.5}, "max_new_tokens must be a whole number"),
+        ("Hi", {"sampling": Sampling(temperature=1.0, seed=[1, 2])}, "2 seeds for 1 prompts"),
+        (3, {}, "a message is a text, got 3"),
+        ("\ud800", {}, "the message is not UTF-8 text"),
+    ],
+    ids=str,
+)
+def test_a_message_that_cannot_be_leaves_the_chat(
+    loaded: tuple[Any, Any], text: Any, options: dict[str, Any], match: str
+) -> None:
+    talk, expected = chat(loaded), chat(loaded)
+    for each in (talk, expected):
+        each.say(TURNS[0], 8)
+    before = list(talk.messages)
+    with pytest.raises(ValueError, match=match):
+        talk.say(text, **options)
+    assert talk.messages == before
+    assert talk.say(TURNS[1], 8) == expected.say(TURNS[1], 8)
+
+
+def test_an_answer_that_another_message_cuts_off_is_no_part_of_the_chat(loaded: tuple[Any, Any]) -> None:
+    talk, expected = chat(loaded), chat(loaded)
+    pieces = talk.stream(TURNS[0], 40)
+    next(pieces)
+    assert talk.say(TURNS[1], 8) == expected.say(TURNS[1], 8)
+    with pytest.raises(ValueError, match="gone on without it"):
+        next(pieces)
+    assert talk.messages == expected.messages
+    assert talk.say(TURNS[2], 8) == expected.say(TURNS[2], 8)

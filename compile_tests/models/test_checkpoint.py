@@ -253,3 +253,10 @@ def test_casting_keeps_frequencies_and_ties(tmp_path: Path) -> None:
     logits = forward(model, tokens_BT, positions_BT, GrowingCache())
     assert logits.dtype == torch.bfloat16
     assert_close(logits.float(), expected, 0.05)
+
+
+@pytest.mark.parametrize("device", ["abacus", "cuda:99", 3.5])
+def test_devices_that_cannot_be_used(tmp_path: Path, device: Any) -> None:
+    tiny_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=f"device '{device}' cannot be used: "):
+        load_checkpoint(tmp_path, device=device)

@@ -13,9 +13,8 @@ from compile_tests.models.test_checkpoint import shard
 from compile_tests.tiny import decoder_for, random_prompt, tiny_model
 from compile_tests.tiny_chat import tiny_chat
 from inertiakv import EvictionConfig
-from inertiakv.evals.records import read_records
-from inertiakv.evals.run_meta import read_meta
-from inertiakv.models import load_checkpoint, load_model
+from inertiakv.evals.records import read_meta, read_records
+from inertiakv.models import load_checkpoint, load_model, parse_config
 from inertiakv.models.checkpoint import INDEX, SINGLE
 from inertiakv.models.hub import load_tokenizer
 from inertiakv.scoring.learned import LearnedScorer, load_scorer
@@ -84,6 +83,9 @@ def test_configs_with_values_of_other_types(tmp_path: Path, change: dict[str, An
     (folder / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=r"config\.json") as caught:
         load_checkpoint(folder)
+    assert type(caught.value) is ValueError
+    with pytest.raises(ValueError, match=r".") as caught:
+        parse_config(config | change)
     assert type(caught.value) is ValueError
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from compile_tests.models.reference import tiny_checkpoint
 from compile_tests.tiny_chat import tiny_tokenizer
-from inertiakv.evals.data_files import Hub, load_dataset
+from inertiakv.evals.data_files import load_dataset
 from inertiakv.evals.essays import load_essays
 from inertiakv.models import load_checkpoint
 from inertiakv.models.encoding import encode_chat, encode_text
@@ -22,8 +22,8 @@ MARK = b"\xef\xbb\xbf"
 
 
 def rows_of(file: Path) -> Any:
-    fields = {"text": str}
-    return load_dataset("it", [file.name], fields, Hub("a/b", None, "test"), file.parent).rows
+    rows, _ = load_dataset("it", [file.name], {"text": str}, ("a/b", None, "test"), file.parent)
+    return rows
 
 
 READERS: dict[str, tuple[str, str, Callable[[Path], Any]]] = {

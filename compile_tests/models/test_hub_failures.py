@@ -88,7 +88,7 @@ def test_other_weights_are_announced(
 ) -> None:
     accept_any_wheel(monkeypatch, tmp_path)
     monkeypatch.setattr(hub, "convert_gguf", lambda file, target, exist_ok: tiny_chat(target))
-    argv = ["--prompt", "a", "--max-new-tokens", "1", "--no-compile", "--json"]
+    argv = ["--prompt", "a", "--max-new-tokens", "1", "--no-compile", "--json", "--budget", "60"]
     if cached:
         assert decode.main(argv) == 0
         capsys.readouterr()

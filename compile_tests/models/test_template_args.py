@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from compile_tests.tiny_chat import LLAMA, tiny_tokenizer
-from inertiakv.evals.prompting import Prompting
+from inertiakv.evals.task import Prompting
 from inertiakv.models.encoding import chat_text
 
 CHAT = [{"role": "user", "content": "a"}]

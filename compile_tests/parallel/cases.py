@@ -102,7 +102,7 @@ def run(case: Case, root: Path, tp: TensorParallel) -> dict[str, Any]:
         "tokens": out.tokens,
         "kept": [[state.kept for state in of_row] for of_row in sets],
         "utilities": [[state.utility_N for state in of_row] for of_row in sets],
-        "num_bytes": model.loaded.num_bytes,
+        "num_bytes": model.bytes_read,
         "cache_bytes": out.stats.cache_bytes,
         "graphs": (graphs.compiled, graphs.breaks, graphs.recompiles),
     }

@@ -153,6 +153,4 @@ def test_decode_with_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert actual["rows"] == expected["rows"]
     assert (expected["model"]["ranks"], actual["model"]["ranks"]) == (1, 2)
     assert actual["cache_bytes"] == expected["cache_bytes"]
-    assert "each KV head is held by 2 ranks" in done.stderr
-    assert done.stderr.count("rank 0: ") == done.stderr.count("rank 1: ") == 1
     assert done.stderr.count("prefill of") == 1

@@ -191,12 +191,21 @@ def test_settings_of_one_answer_do_not_reach_the_next() -> None:
         ({"temperature": 1.0, "top_p": 1.1}, "top_p"),
         ({"temperature": 1.0, "min_p": -0.1}, "min_p"),
         ({"temperature": 1.0, "min_p": 1.5}, "min_p"),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ({"temperature": None}, "temperature must be a number, got None"),
+        ({"temperature": 1.0, "top_k": 1.5}, "top_k must be a whole number of at least 1, got 1.5"),
+        ({"temperature": 1.0, "top_p": "all"}, "top_p must be a number, got 'all'"),
+        ({"temperature": 1.0, "min_p": True}, "min_p must be a number, got True"),
+        ({"temperature": 1.0, "seed": "x"}, r"a seed must be a whole number in \[0, 2\*\*63\), got 'x'"),
+        ({"temperature": 1.0, "seed": [1, 1.5]}, "a seed must be .* got 1.5"),
+        ({"temperature": 1.0, "seed": -1}, "a seed must be .* got -1"),
+        ({"temperature": 1.0, "seed": 2**63}, "a seed must be"),
         ({"top_k": 5}, "top_k=5 has no effect"),
         ({"top_p": 0.5}, "top_p=0.5 has no effect"),
         ({"min_p": 0.5}, "min_p=0.5 has no effect"),
         ({"seed": 1}, "seed=1 has no effect"),
     ],
 )
-def test_settings_that_cannot_be(options: dict[str, float], match: str) -> None:
+def test_settings_that_cannot_be(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         Sampling(**options)

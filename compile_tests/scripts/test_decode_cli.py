@@ -563,7 +563,10 @@ def test_a_tokenizer_without_a_chat_template(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_max_new_tokens_and_protection_are_checked(cli: Cli) -> None:
-    assert "max_new_tokens must be at least 1, got 0" in cli("--prompt", "a", "--max-new-tokens", 0).error
+    assert (
+        "max_new_tokens must be a whole number of at least 1, got 0"
+        in cli("--prompt", "a", "--max-new-tokens", 0).error
+    )
     assert "protect more tokens than the budget" in cli("--prompt", "a", "--sinks", 50).error
 
 

@@ -18,7 +18,6 @@ from inertiakv import POLICIES, Decoder, EvictionConfig, policy
 from inertiakv.cache import memory as available
 from inertiakv.cache.budgets import Budgets
 from inertiakv.cache.slot_cache import CacheShape
-from inertiakv.decoding.buffers import Buffers
 from inertiakv.models import Transformer, parse_config
 from inertiakv.models.config import parse_dtype
 from inertiakv.scripts import plan
@@ -101,11 +100,17 @@ def test_a_decoder_takes_what_fits_and_refuses_one_row_more(
         Decoder(model, eviction, compile=False).prefill([[1] * context] * (rows + 1), max_new_tokens=9)
 
 
-def test_prefill_workspace_is_the_decoders(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts: dict[str, int] = {}
-    monkeypatch.setattr(available, "require", lambda asked, *_: parts.update(asked))
-    Buffers(model).require(3, 0, 128, 200)
-    assert parts["prefill"] == 3 * tiny(context=200).workspace
+@pytest.mark.parametrize("name", [*RULES, "adakv_ea", "kvzip"])
+def test_a_plan_and_a_decoder_say_the_same(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(available, "require", lambda parts, *_: asked.append(sum(parts.values())))
+    decoder = Decoder(model, policy(name), compile=False)
+    decoder.prefill([1] * 400, max_new_tokens=64)
+    footprint = make_footprint(TINY, 400, 64, policy(name), on_cpu=True)
+    most = footprint.together(1) - footprint.weights
+    assert asked[0] <= most <= asked[0] + footprint.decode_cache
 
 
 def test_sessions_read_one_by_one_hold_one_prompt_cache() -> None:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def asked_for(name: str = "llama-3.1-8b", rule: str = "inertiakv", **changes: Any) -> fitting.Request:
     plain = fitting.Request(
-        parse_config(SHAPES[name]), torch.bfloat16, None, 1, 64_000, 128, batch=1, rule=policy(rule)
+        parse_config(SHAPES[name]), torch.bfloat16, None, 1, 64_000, 128, 1, policy(rule), on_cpu=False
     )
     return replace(plain, **changes)
 

@@ -1,16 +1,13 @@
-"""Policies against each other on the same samples, and all figures of a report as one object for JSON."""
+"""Policies against each other on the same samples."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from inertiakv.evals.statistics import Comparison, holm
+from inertiakv.evals.statistics import Comparison, compare, holm
 
-from .runs import Run
 from .suites import Arm, Suite
 from .table import Table, interval, p_value, signed, task_name
 from .tables import SOME_MISSING
@@ -48,7 +45,7 @@ class Pairing:
 
 def pairings(suite: Suite, wanted: Sequence[tuple[Arm, Arm, str | None]]) -> list[Pairing]:
     """One family of comparisons, but for those without a common sample."""
-    found = [(one, result) for one in wanted if (result := suite.compare(*one)) is not None]
+    found = [(one, compare(strata)) for one in wanted if (strata := suite.differences(*one))]
     adjusted = holm([result.p for _, result in found])
     return [Pairing(suite, *one, result, p) for (one, result), p in zip(found, adjusted, strict=True)]
 
@@ -90,39 +87,3 @@ def against_table(suite: Suite, policy: str, *, by_task: bool = False) -> Table 
     note += ": the mean over tasks, of which each weighs the same." if averaged else "."
     title = f"Paired with {policy}{', task by task' * by_task}: {suite.title}"
     return paired_table(title, note, ["rule", "evicted", "against", *["task"] * by_task], lines)
-
-
-def numbers(
-    runs: Sequence[Run], suites: Sequence[Suite], notes: Sequence[str], reference: str
-) -> dict[str, Any]:
-    """All means and comparisons, as parts of 1. Comparisons of one suite with one policy, of averages or
-    of single tasks, are a family of Holm's."""
-    scores, comparisons = [], []
-    for suite in suites:
-        for (arm, task), found in suite.estimates.items():
-            missing = len(suite.missing(arm, task))
-            scores.append({**_place(suite, arm, task), **dataclasses.asdict(found), "missing": missing})
-        for policy in suite.setting.references(reference):
-            for by_task in (False, True):
-                comparisons += [_comparison(pair) for pair in against(suite, policy, by_task=by_task)]
-    about = [{"folder": str(run.folder), "records": len(run.records), **run.meta} for run in runs]
-    return {"runs": about, "notes": list(notes), "scores": scores, "comparisons": comparisons}
-
-
-def _place(suite: Suite, arm: Arm, task: str | None) -> dict[str, Any]:
-    where = {
-        "setting": suite.setting.name,
-        "benchmark": suite.benchmark,
-        "length": suite.length,
-        "task": task,
-    }
-    return {**where, **dataclasses.asdict(arm)}
-
-
-def _comparison(pairing: Pairing) -> dict[str, Any]:
-    figures = {**dataclasses.asdict(pairing.result), "p_holm": pairing.adjusted}
-    return {
-        **_place(pairing.suite, pairing.arm, pairing.task),
-        "against": dataclasses.asdict(pairing.other),
-        **{name: None if math.isnan(value) else value for name, value in figures.items()},
-    }

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import html
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +12,7 @@ from typing import Any
 from .ablations import swept
 from .figures import draw
 from .suites import Arm, Suite
-from .tables import grid_depths, tokens_per_second
+from .tables import tokens_per_second
 
 
 @dataclass(frozen=True)
@@ -26,10 +23,6 @@ class Picture:
     def markdown(self, level: int) -> str:
         return f"{'#' * level} {self.title}\n\n![{self.title}]({self.file.parent.name}/{self.file.name})"
 
-    def html(self, level: int) -> str:
-        title, data = html.escape(self.title), base64.b64encode(self.file.read_bytes()).decode()
-        return f'<h{level}>{title}</h{level}>\n<img alt="{title}" src="data:image/png;base64,{data}">'
-
 
 def pictures(suites: Sequence[Suite], folder: Path) -> list[Picture]:
     """All pictures of one setting, drawn into a folder."""
@@ -39,10 +32,6 @@ def pictures(suites: Sequence[Suite], folder: Path) -> list[Picture]:
         for suite in suites:
             name = f"{kind} {suite.setting.name} {suite.benchmark} {suite.length or ''}"
             found.append(plot(suite, folder / f"{slug(name)}.png"))
-    for benchmark in dict.fromkeys(suite.benchmark for suite in suites):
-        same = [suite for suite in suites if suite.benchmark == benchmark]
-        name = f"depth {same[0].setting.name} {benchmark}"
-        found.append(needle_maps(same, folder / f"{slug(name)}.png"))
     return [picture for picture in found if picture]
 
 
@@ -107,31 +96,6 @@ def by_alpha(suite: Suite, file: Path) -> Picture | None:
     return _draw(f"Score by alpha: {suite.title}", file, paint)
 
 
-def needle_maps(suites: Sequence[Suite], file: Path) -> Picture | None:
-    """Lengths by depths of one benchmark, a map for each arm."""
-    depths = sorted({depth for suite in suites for depth in grid_depths(suite)})
-    if not depths:
-        return None
-    arms = list(dict.fromkeys(arm for suite in suites for arm in suite.arms))
-
-    def paint(figure: Any, axes: Any) -> None:
-        image = None
-        for axis, arm in zip(axes, arms, strict=True):
-            values = [[_mean_at(suite, arm, depth) for depth in depths] for suite in suites]
-            image = axis.imshow(values, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
-            axis.set_title(str(arm), fontsize=9)
-            axis.set_xticks(range(len(depths)), [f"{depth:g}" for depth in depths], rotation=90, fontsize=7)
-            axis.set_yticks(range(len(suites)), [f"{suite.length or 0:,}" for suite in suites], fontsize=7)
-        figure.supxlabel("depth of the needle, %")
-        figure.supylabel("length, tokens")
-        figure.colorbar(image, ax=list(axes), shrink=0.8, label="score, %")
-
-    metric = suites[0].setting.metrics[suites[0].tasks[0]]
-    size = (3.2, 1.0 + 0.35 * len(suites))
-    draw(file, len(arms), size, paint, columns=min(4, len(arms)))
-    return Picture(f"Needles by length and depth: {metric}", file)
-
-
 def slug(text: str) -> str:
     """A file's name on any system. Its end tells texts apart whose readable part is the same."""
     readable = re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
@@ -165,8 +129,3 @@ def _draw(title: str, file: Path, paint: Callable[[Any], None]) -> Picture:
 def _percent_kept(suite: Suite, arm: Arm) -> float:
     records = suite.of(arm)
     return 100 * sum(r.budget or 0 for r in records) / sum(r.prompt_tokens for r in records)
-
-
-def _mean_at(suite: Suite, arm: Arm, depth: float) -> float:
-    scores = [r.score for r in suite.of(arm) if r.facts["depth"] == depth]
-    return 100 * sum(scores) / len(scores) if scores else math.nan

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from statistics import mean
 from typing import Any
 
 from inertiakv.evals import paper
 from inertiakv.evals.records import Record
 
-from .runs import Run
-from .suites import INERTIAKV, Arm, Setting, Suite, named_options
+from .suites import INERTIAKV, Arm, Run, Setting, Suite, named_options
 from .table import Table, index_ranges, interval, percent, published, shown, task_name
 
 GROUPS = ("easy", "hard", "short", "medium", "long")
@@ -55,24 +55,14 @@ def in_paper(suite: Suite, arm: Arm, task: str | None = None) -> float | None:
         return None
     if task is None and not paper.is_whole(suite.benchmark, set(suite.tasks)):
         return None
-    figures = paper.TASKS.get((model, task)) if task else paper.AVERAGES.get((model, suite.benchmark))
-    return next((value for name, value in (figures or {}).items() if named_options(name) == options), None)
-
-
-def grid_depths(suite: Suite) -> list[float]:
-    """Depths of a needle grid; empty for other benchmarks."""
-    facts = [record.facts for arm in suite.arms for record in suite.of(arm)]
-    return sorted({fact["depth"] for fact in facts}) if all("depth" in fact for fact in facts) else []
+    figures = paper.FIGURES.get((model, task or suite.benchmark), {})
+    return next((value for name, value in figures.items() if named_options(name) == options), None)
 
 
 def tokens_per_second(records: Sequence[Record]) -> float | None:
     """From the end of the prompt on, with its eviction and drafts. None where nothing was decoded."""
     seconds = sum(r.seconds["first_step"] + r.seconds["decode"] for r in records)
     return sum(record.answer_tokens for record in records) / seconds if seconds else None
-
-
-def _mean(records: Sequence[Record], of: Callable[[Record], float]) -> float:
-    return sum(map(of, records)) / len(records)
 
 
 # One suite
@@ -99,17 +89,13 @@ def policies(suite: Suite) -> Table:
     rows = []
     for arm in suite.arms:
         records, found = suite.of(arm), suite.estimates.get((arm, None))
-        prompt = _mean(records, lambda r: r.prompt_tokens)
-        kept = _mean(records, lambda r: r.kept_tokens)
+        sizes = ([r.kept_tokens, r.prompt_tokens, r.cache_bytes] for r in records)
+        kept, prompt, cache = map(mean, zip(*sizes, strict=True))
         speed = tokens_per_second(records)
-        rows.append(
-            [
-                *(arm.policy, arm.evicted, score(suite, arm), interval(found) if found else "-"),
-                *(str(len(records)), str(sum(not r.prediction.strip() for r in records))),
-                *(f"{kept:,.0f}", f"{100 * kept / prompt:.0f} %"),
-                *(f"{_mean(records, lambda r: r.cache_bytes) / 1e6:,.1f}", f"{speed:,.1f}" if speed else "-"),
-            ]
-        )
+        cells = [arm.policy, arm.evicted, score(suite, arm), interval(found) if found else "-"]
+        cells += [str(len(records)), str(sum(not r.prediction.strip() for r in records))]
+        cells += [f"{kept:,.0f}", f"{100 * kept / prompt:.0f} %", f"{cache / 1e6:,.1f}"]
+        rows.append([*cells, f"{speed:,.1f}" if speed else "-"])
     head = ["rule", "evicted", metric, "95 % interval", "n", "empty", "kept tokens", "of prompt", "cache MB"]
     return score_table(f"Every rule: {suite.title}", metrics_note(suite), [*head, "token/s"], rows)
 
@@ -143,12 +129,15 @@ def groups(suite: Suite) -> Table | None:
 
 def depths(suite: Suite) -> Table | None:
     """Of a needle grid."""
-    columns = {f"{depth:g} %": ("depth", depth) for depth in grid_depths(suite)}
+    facts = [record.facts for arm in suite.arms for record in suite.of(arm)]
+    if not all("depth" in fact for fact in facts):
+        return None
+    columns = {f"{depth:g} %": ("depth", depth) for depth in sorted({fact["depth"] for fact in facts})}
     note = (
         "By the needle's depth in the prompt. ROUGE-L rewards the question's own words, too: an answer that "
         "repeats them and misses the needle may score 50."
     )
-    return _by_fact(suite, f"Depths: {suite.title}", note, columns) if columns else None
+    return _by_fact(suite, f"Depths: {suite.title}", note, columns)
 
 
 def _by_fact(suite: Suite, title: str, note: str, columns: dict[str, tuple[str, Any]]) -> Table:
@@ -159,7 +148,7 @@ def _by_fact(suite: Suite, title: str, note: str, columns: dict[str, tuple[str, 
         for column, (fact, value) in columns.items():
             scores = [record.score for record in suite.of(arm) if record.facts[fact] == value]
             most[column] = max(most[column], len(scores))
-            cells.append(percent(sum(scores) / len(scores)) if scores else "-")
+            cells.append(percent(mean(scores)) if scores else "-")
         rows.append([arm.policy, arm.evicted, score(suite, arm), *cells])
     head = ["rule", "evicted", "all", *(f"{column} (n {n})" for column, n in most.items())]
     return score_table(title, note, head, rows)
@@ -248,19 +237,15 @@ def runs(found: Sequence[Run]) -> Table:
         meta, model = run.meta, run.meta["model"]
         versions = ", ".join(f"{package} {version}" for package, version in meta["versions"].items())
         essays = meta["essays"]["name"] if meta["essays"] else "-"
-        rows.append(
-            [
-                *(str(run.folder), str(len(run.records)), model["name"], str(model.get("source", "-"))),
-                *(str(model.get("dtype", "-")), meta["template"]["kind"], str(meta["seed"]), essays),
-                *(", ".join(dict.fromkeys(map(_revision, (meta, *meta.get("resumed", []))))), versions),
-            ]
-        )
+        revisions = ", ".join(dict.fromkeys(map(_revision, (meta, *meta.get("resumed", [])))))
+        about = [model["name"], model.get("source", "-"), model.get("dtype", "-")]
+        asked = [meta["template"]["kind"], meta["seed"], essays]
+        rows.append([*map(str, (run.folder, len(run.records), *about, *asked, revisions, versions))])
     head = ["folder", "records", "model", "source", "dtype", "template", "seed", "essays", "revision"]
     return Table("Runs", "", [*head, "versions"], rows)
 
 
 def _revision(meta: dict[str, Any]) -> str:
-    """A commit, and whether files differed from it."""
     git = meta["git_revision"]
     return "-" if git is None else git["commit"][:12] + " and changes" * git["dirty"]
 

@@ -63,24 +63,20 @@ class Generated(ABC):
         assert length is not None
 
         @cache
-        def draw(units: int) -> Draw:
+        def draw(units: int) -> tuple[Draw, int]:
             rng = Random(f"{self.seed}/{self.name}/{length}/{index}")
-            return self.draw(rng, length, index, units)
-
-        @cache
-        def tokens(units: int) -> int:
-            drawn = draw(units)
-            return self.count_tokens(drawn.prompt, drawn.answer_prefix)
+            drawn = self.draw(rng, length, index, units)
+            return drawn, self.count_tokens(drawn.prompt, drawn.answer_prefix)
 
         least, most = self.bounds(length, index)
-        needed = tokens(least) + self.max_new_tokens
+        needed = draw(least)[1] + self.max_new_tokens
         if needed > length:
             raise ValueError(
                 f"{self.name}, sample {index}: a length of {length} tokens is too short, "
                 f"at least {needed} are needed"
             )
-        units = most_units(tokens, length - self.max_new_tokens, least, most)
-        drawn = draw(units)
+        units = most_units(lambda n: draw(n)[1], length - self.max_new_tokens, least, most)
+        drawn, _ = draw(units)
         return Sample(
             task=self.name,
             length=length,

@@ -56,7 +56,12 @@ class Row(NamedTuple):
     """What its documents are part of."""
 
 
-def _squad_file(data: Any) -> Iterator[Row]:
+def _squad(data: Any) -> Iterator[Row]:
+    """From the published file, or the hub's rows."""
+    if not isinstance(data, dict):
+        for row in data:
+            yield Row(row["question"], row["answers"]["text"], [row["context"]], row["title"])
+        return
     for number, article in enumerate(data["data"]):
         for paragraph in article["paragraphs"]:
             for asked in paragraph["qas"]:
@@ -65,48 +70,33 @@ def _squad_file(data: Any) -> Iterator[Row]:
                 yield Row(asked["question"], answers, [paragraph["context"]], str(number))
 
 
-def _squad_hub(rows: Any) -> Iterator[Row]:
-    for row in rows:
-        yield Row(row["question"], row["answers"]["text"], [row["context"]], row["title"])
-
-
-def _hotpot_file(data: Any) -> Iterator[Row]:
+def _hotpot(data: Any) -> Iterator[Row]:
+    """From the published file, or the hub's rows, which have titles and sentences apart."""
     for row in data:
-        documents = [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]]
+        context = row["context"]
+        if isinstance(context, dict):
+            context = zip(context["title"], context["sentences"], strict=True)
+        documents = [f"{title}\n{''.join(sentences)}" for title, sentences in context]
         yield Row(row["question"], [row["answer"]], documents, None)
 
 
-def _hotpot_hub(rows: Any) -> Iterator[Row]:
-    for row in rows:
-        context = zip(row["context"]["title"], row["context"]["sentences"], strict=True)
-        yield from _hotpot_file([row | {"context": context}])
-
-
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     title: str
     files: tuple[str, ...]
     """Names that a file of it may have: its publisher's, RULER's."""
-    read_file: Callable[[Any], Iterable[Row]]
-    hub: tuple[str, str | None]
-    """Repository and config; the split is `validation`."""
-    read_hub: Callable[[Any], Iterable[Row]]
+    hub: tuple[str, str | None, str]
+    read: Callable[[Any], Iterable[Row]]
 
 
 SOURCES = {
     "qa_1": Source(
-        title="SQuAD 2.0",
-        files=("dev-v2.0.json", "squad.json"),
-        read_file=_squad_file,
-        hub=("rajpurkar/squad_v2", None),
-        read_hub=_squad_hub,
+        "SQuAD 2.0", ("dev-v2.0.json", "squad.json"), ("rajpurkar/squad_v2", None, "validation"), _squad
     ),
     "qa_2": Source(
-        title="HotpotQA",
-        files=("hotpot_dev_distractor_v1.json", "hotpotqa.json"),
-        read_file=_hotpot_file,
-        hub=("hotpotqa/hotpot_qa", "distractor"),
-        read_hub=_hotpot_hub,
+        "HotpotQA",
+        ("hotpot_dev_distractor_v1.json", "hotpotqa.json"),
+        ("hotpotqa/hotpot_qa", "distractor", "validation"),
+        _hotpot,
     ),
 }
 
@@ -118,9 +108,8 @@ def load_corpus(task: str, data: Path | None) -> Corpus:
     file = find_file(f"ruler:{task} ({source.title})", source.files, data)
     if file is not None:
         return _corpus(str(file), _read(file, source))
-    repository, config = source.hub
     try:
-        return _corpus(f"hub:{repository}", [*source.read_hub(hub_rows(repository, config, "validation"))])
+        return _corpus(f"hub:{source.hub[0]}", [*source.read(hub_rows(*source.hub))])
     except (ImportError, ConnectionError) as error:
         raise FileNotFoundError(
             f"no data for ruler:{task}, which needs {source.title}, as {' or '.join(source.files)} in a data "
@@ -130,7 +119,7 @@ def load_corpus(task: str, data: Path | None) -> Corpus:
 
 def _read(path: Path, source: Source) -> list[Row]:
     try:
-        rows = list(source.read_file(read_json(path)))
+        rows = list(source.read(read_json(path)))
         for row in rows:
             for text in (row.text, *row.answers, *row.documents):
                 if not isinstance(text, str):

@@ -74,23 +74,44 @@ def observed(
 ) -> tuple[Tensor, Tensor]:
     """Attention of several queries per row: the output [B, H, T, D] and the weights [B, G, R * T, N], in
     float32 or wider. Row by row, to bound memory."""
-    softcap, sink_H = Softmax() if softmax is None else softmax
-    accurate = accumulation_dtype(q_BHTD.dtype)
-    outs, weights = [], []
-    for q_HTD, k_GND, v_GND, seen_XTN in zip(q_BHTD, k_BGND, v_BGND, visible_BXTN, strict=True):
-        q_GRTD = q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate)
-        logits_GRTN = torch.matmul(q_GRTD, k_GND.to(accurate).mT[:, None]) * scale
-        if softcap is not None:
-            logits_GRTN = softcap * torch.tanh(logits_GRTN / softcap)
-        logits_GRTN = torch.where(seen_XTN[:, None], logits_GRTN, -torch.inf)
-        if sink_H is not None:
-            sink_GRT1 = sink_H.view(len(k_GND), -1, 1, 1).to(accurate).expand(*logits_GRTN.shape[:3], 1)
-            logits_GRTN = torch.cat((logits_GRTN, sink_GRT1), dim=-1)
-        weights_GRTN = logits_GRTN.softmax(-1)[..., : k_GND.shape[1]]
-        weights_GRTN = torch.where(seen_XTN.any(-1)[:, None, :, None], weights_GRTN, 0.0)
-        outs.append(torch.matmul(weights_GRTN, v_GND.to(accurate)[:, None]).flatten(0, 1))
-        weights.append(weights_GRTN.flatten(1, 2))
-    return torch.stack(outs).to(q_BHTD.dtype), torch.stack(weights)
+    outs, weights_BGRN = [], None
+    rows = zip(q_BHTD, k_BGND, v_BGND, visible_BXTN, strict=True)
+    for row, (q_HTD, k_GND, v_GND, seen_XTN) in enumerate(rows):
+        weights_GRN = _observed_weights(
+            q_HTD, k_GND, seen_XTN, scale, Softmax() if softmax is None else softmax
+        )
+        out_GRD = torch.matmul(weights_GRN, v_GND.to(weights_GRN.dtype))
+        outs.append(out_GRD.reshape(q_HTD.shape))
+        if len(q_BHTD) == 1:
+            weights_BGRN = weights_GRN[None]
+        elif weights_BGRN is None:
+            weights_BGRN = weights_GRN.new_empty(len(q_BHTD), *weights_GRN.shape)
+        if len(q_BHTD) > 1:
+            weights_BGRN[row] = weights_GRN
+        del weights_GRN  # before the next row's are made
+    assert weights_BGRN is not None
+    return torch.stack(outs).to(q_BHTD.dtype), weights_BGRN
+
+
+def _observed_weights(
+    q_HTD: Tensor, k_GND: Tensor, seen_XTN: Tensor, scale: float, softmax: Softmax
+) -> Tensor:
+    """Of one row, [G, R * T, N]. Queries of a KV head are one matrix, and what can be is changed in place:
+    with thousands of slots each further copy takes as much as the cache does."""
+    softcap, sink_H = softmax
+    (heads, slots), queries = k_GND.shape[:2], q_HTD.shape[1]
+    accurate = accumulation_dtype(q_HTD.dtype)
+    q_GRD = q_HTD.unflatten(0, (heads, -1)).flatten(1, 2).to(accurate)
+    logits_GRTN = torch.matmul(q_GRD, k_GND.to(accurate).mT).mul_(scale).unflatten(1, (-1, queries))
+    if softcap is not None:
+        logits_GRTN = logits_GRTN.div_(softcap).tanh_().mul_(softcap)
+    logits_GRTN.masked_fill_(~seen_XTN[:, None], -torch.inf)
+    if sink_H is not None:
+        sink_GRT1 = sink_H.view(heads, -1, 1, 1).to(accurate).expand(*logits_GRTN.shape[:3], 1)
+        logits_GRTN = torch.cat((logits_GRTN, sink_GRT1), dim=-1)
+    weights_GRTN = logits_GRTN.softmax(-1)[..., :slots]
+    weights_GRTN.masked_fill_(~seen_XTN.any(-1)[:, None, :, None], 0.0)
+    return weights_GRTN.flatten(1, 2)
 
 
 def most_attention(
@@ -103,11 +124,13 @@ def most_attention(
     most_BGN = []
     for q_HTD, k_GND, position_XN, query_T in zip(q_BHTD, k_BGND, position_BXN, query_BT, strict=True):
         q_GRTD = q_HTD.unflatten(0, (len(k_GND), -1)).to(accurate) * scale
-        k_G1DN = k_GND.to(accurate).mT[:, None]
-        most_GN = k_G1DN.new_full(k_GND.shape[:2], -torch.inf)
+        k_GDN = k_GND.to(accurate).mT
+        most_GN = k_GDN.new_full(k_GND.shape[:2], -torch.inf)
         for q_GRtD, query_t in zip(q_GRTD.split(FEW_QUERIES, 2), query_T.split(FEW_QUERIES), strict=True):
             hidden_XtN = ~visible(position_XN[None], query_t[None], window)[0]
-            logits_GRtN = torch.matmul(q_GRtD, k_G1DN).masked_fill_(hidden_XtN[:, None], -torch.inf)
+            # The queries of a KV head as one matrix: else K would be copied for each.
+            logits_GRtN = torch.matmul(q_GRtD.flatten(1, 2), k_GDN).unflatten(1, q_GRtD.shape[1:3])
+            logits_GRtN.masked_fill_(hidden_XtN[:, None], -torch.inf)
             lse_GRt1 = logits_GRtN.logsumexp(-1, keepdim=True)
             lse_GRt1 = lse_GRt1.masked_fill(lse_GRt1 == -torch.inf, torch.inf)
             most_GN = torch.maximum(most_GN, logits_GRtN.sub_(lse_GRt1).amax((1, 2)))
@@ -140,18 +163,27 @@ def dense_chunk(
         for start in range(0, total, QUERY_BLOCK):
             end = min(start + QUERY_BLOCK, total)
             keys = min(slots, slots_used - (total - end))  # without those of later blocks
-            seen_BXTN = visible(position_BXN[..., :keys], query_BT[:, start:end], window)
+            seen = (position_BXN[..., :keys], query_BT[:, start:end], window)
             qkv = (q_BHTD[:, :, start:end], k_BGND[:, :, :keys], v_BGND[:, :, :keys])
+            # A mask has no name here, and is gone before the blocks are joined.
             if softmax is not None:
-                blocks.append(observed(*qkv, seen_BXTN, scale, softmax)[0])
-                continue
-            if seen_BXTN.shape[1] > 1:
-                seen_BXTN = seen_BXTN.repeat_interleave(q_BHTD.shape[1] // k_BGND.shape[1], dim=1)
-            blocks.append(
-                F.scaled_dot_product_attention(*qkv, attn_mask=seen_BXTN, scale=scale, enable_gqa=True)
-            )
+                blocks.append(observed(*qkv, visible(*seen), scale, softmax)[0])
+            else:
+                blocks.append(_masked(*qkv, visible(*seen), scale))
         out_BHTD = torch.cat(blocks, dim=2)
     return torch.where((query_BT >= 0)[:, None, :, None], out_BHTD, 0.0)
+
+
+def _masked(q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, seen_BXTN: Tensor, scale: float) -> Tensor:
+    """Attention under a mask, set by set: one mask for all heads together would be as large as their
+    logits."""
+    sets = seen_BXTN.shape[1]
+    parts = zip(*(x.chunk(sets, dim=1) for x in (q_BHTD, k_BGND, v_BGND, seen_BXTN)), strict=True)
+    outs = [
+        F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+        for q, k, v, seen in parts
+    ]
+    return outs[0] if sets == 1 else torch.cat(outs, dim=1)
 
 
 def _unmasked_chunk(q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, scale: float, before: int) -> Tensor:

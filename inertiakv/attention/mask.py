@@ -2,7 +2,7 @@
 `dense.py` reads prompts without a mask where causality says the same.
 
 Slot n is seen by a query at position p iff 0 <= position[n] <= p, and p - position[n] < window where the
-layer has a sliding window. A query at position -1 (padding, a finished row) sees nothing. With this rule
+layer has a sliding window. A query at position -1, which is padding, sees nothing. With this rule
 prefill, batches of different lengths, decoding and a further turn are one operation with another T.
 
 Shape letters: B batch, X retention sets (1, or one for each KV head), T query tokens, N slots, Q and K blocks

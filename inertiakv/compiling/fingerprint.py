@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import logging
 import sys
 import types
 from collections import deque
@@ -111,6 +112,8 @@ class _Walk:
             self.take((type(value), *(getattr(value, name) for name in _HOLDERS[type(value)])))
         elif isinstance(value, ModuleType):
             self._note(value.__name__, _is_ours(value.__name__), _version(value.__name__))
+        elif isinstance(value, logging.Logger):
+            self._note(value.name)
         elif isinstance(value, _SAID_BY_NAME) or type(value).__module__ == "typing":
             self._note(repr(value))
         elif isinstance(value, CustomOpDef):

@@ -7,7 +7,7 @@ else about a known layer, so arguments are flattened first.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -29,25 +29,27 @@ def region(function: F) -> F:
 def flatten(*values: Any) -> list[Any]:
     """The layout of nested tuples as a string, followed by the leaves."""
     leaves: list[Any] = []
-
-    def layout(value: Any) -> str:
-        if not isinstance(value, tuple):
-            leaves.append(value)
-            return "."
-        return " ".join((type(value).__name__, str(len(value)), *map(layout, value)))
-
-    return [layout(values), *leaves]
+    return [_layout(values, leaves), *leaves]
 
 
 def unflatten(flat: tuple[Any, ...], kinds: Kinds = ()) -> tuple[Any, tuple[Any, ...]]:
     """The values, and what is left of `flat` after them."""
     by_name, words, leaves = {kind.__name__: kind for kind in kinds}, iter(flat[0].split()), iter(flat[1:])
+    return _value(words, leaves, by_name), tuple(leaves)
 
-    def value() -> Any:
-        name = next(words)
-        if name == ".":
-            return next(leaves)
-        parts = tuple([value() for _ in range(int(next(words)))])
-        return by_name[name](*parts) if name in by_name else parts
 
-    return value(), tuple(leaves)
+# Not functions within those above: one that calls itself there would be garbage that refers to itself, and
+# keep a layer's tensors until Python collects such garbage.
+def _layout(value: Any, leaves: list[Any]) -> str:
+    if not isinstance(value, tuple):
+        leaves.append(value)
+        return "."
+    return " ".join((type(value).__name__, str(len(value)), *[_layout(part, leaves) for part in value]))
+
+
+def _value(words: Iterator[str], leaves: Iterator[Any], by_name: dict[str, type[Any]]) -> Any:
+    name = next(words)
+    if name == ".":
+        return next(leaves)
+    parts = tuple([_value(words, leaves, by_name) for _ in range(int(next(words)))])
+    return by_name[name](*parts) if name in by_name else parts

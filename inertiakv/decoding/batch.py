@@ -68,7 +68,7 @@ class BatchState(TensorState):
         self.spaced_B.copy_(spaced)
 
     def configure(self, sampling: Sampling, eos_ids: Sequence[int], vocab_size: int) -> None:
-        """Set how tokens are chosen and which ids end a row. Raises ValueError for too many ids."""
+        """Set how tokens are chosen, and which ids end a row: at most `MAX_EOS_IDS`."""
         self.eos_E.fill_(NO_TOKEN)
         self.eos_E[: len(eos_ids)] = torch.tensor(list(eos_ids), dtype=torch.int64)
         self.temperature_B.fill_(sampling.temperature or 1.0)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..cache import memory
 from ..cache.slot_cache import CacheShape, SlotCache, bucket
 from ..compiling.collectives import tensor_parallel_of
 from ..config import Scope
-from ..model import LanguageModel, Sizes
+from ..model import LanguageModel
 from .batch import BatchState
+from .needs import Needs, Request
 from .recording import Recorder
 
 MAX_BATCH_STATES = 16
 """States of batches of different sizes that are kept: those used last."""
-
-
-def prefill_bytes(sizes: Sizes, batch: int, chunk: int, dtype: torch.dtype) -> int:
-    """What a chunk of a prompt takes on its way through the model, beside caches: an estimate, a few
-    activations as wide as the widest layer."""
-    width = max(sizes.hidden_size, sizes.intermediate_size, sizes.num_heads * sizes.head_dim)
-    return 6 * batch * chunk * width * max(4, dtype.itemsize)
 
 
 class Buffers:
@@ -83,12 +75,26 @@ class Buffers:
                 f"the model was {was[0]} on {was[1]} and is {now[0]} on {now[1]}: make a new Decoder"
             )
 
-    def require(self, batch: int, prompt_slots: int, decode_slots: int, chunk: int) -> None:
-        """Raise MemoryError, with an estimate, where a request does not fit beside what is allocated."""
-        held = 0 if self._decode_cache is None else self._decode_cache.allocated_bytes
-        parts = {
-            "prompt cache": self.shape(batch, prompt_slots).nbytes(self.dtype) if prompt_slots else 0,
-            "decode cache": max(0, self.shape(batch, decode_slots).nbytes(self.dtype) - held),
-            "prefill": prefill_bytes(self.config, batch, chunk, self.dtype),
-        }
+    def require(self, needs: Needs, request: Request, given_back: int = 0) -> None:
+        """Raise MemoryError, with an estimate, where a request does not fit beside what is allocated.
+        `given_back`: what the conversation before it holds beside the decode cache."""
+        parts, held = dict(needs.parts(request)), given_back
+        stays = self.shape(request.batch, request.decode_slots)
+        if self._decode_cache is not None:
+            held += self._decode_cache.allocated_bytes
+            if self._decode_cache.shape == stays and held > given_back:
+                parts["decode cache"] = needs.cache(request, request.decode_slots)
+        for name in ("decode cache", "prompt cache"):
+            used = min(held, parts.get(name, 0))
+            if used:
+                parts[name] -= used
+                held -= used
         memory.require(parts, self.device, self.tp)
+
+    def require_cache(self, name: str, batch: int, slots: int) -> None:
+        """Raise MemoryError, with an estimate, where a cache does not fit. A decode cache takes the place of
+        the one before it."""
+        held = self._decode_cache.allocated_bytes if self._decode_cache and name == "decode cache" else 0
+        memory.require(
+            {name: max(0, self.shape(batch, slots).nbytes(self.dtype) - held)}, self.device, self.tp
+        )

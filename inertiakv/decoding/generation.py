@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..cache import memory
 from ..cache.budgets import Budgets, set_budgets_after_prompt
 from ..cache.slot_cache import SlotCache, bucket
 from ..requests.results import FinishReason, Stats
@@ -88,11 +89,10 @@ class Conversation:
 
     def read_turn(self, rows: list[list[int]], new_tokens: int, progress: Progress | None) -> None:
         """Take in what follows in each row. Its last token is the first step of a new refresh schedule."""
-        counts = self.cache.most_B.tolist()
-        longest = max(n + len(row) for n, row in zip(counts, rows, strict=True))
         with self.timed("prefill"):
-            room = max(new_tokens, self.runtime.drafted)
-            self.move_to(self.runtime.buffers.prompt_cache(len(rows), longest + room))
+            self.move_to(
+                self.runtime.buffers.prompt_cache(len(rows), self.tokens_with_turn(rows, new_tokens))
+            )
         self.batch.finished_B.fill_(False)
         self.batch.failed_B.fill_(False)
         self.stopped.clear()
@@ -106,6 +106,12 @@ class Conversation:
             self.tokens = [[] for _ in rows]
         self.batch.token_B.copy_(torch.tensor([row[-1] for row in rows]))
         self.evict_to_budget(new_tokens)
+
+    def tokens_with_turn(self, rows: list[list[int]], new_tokens: int) -> int:
+        """Tokens of the longest row with its turn, and what follows them in the same cache."""
+        counts = self.cache.most_B.tolist()
+        longest = max(n + len(row) for n, row in zip(counts, rows, strict=True))
+        return longest + max(new_tokens, self.runtime.drafted)
 
     def _read(self, rows: list[list[int]], progress: Progress | None) -> None:
         """Enter tokens behind those in the cache, which holds each row's oldest first; keep the last one's
@@ -224,13 +230,21 @@ class Conversation:
         if not self.overfull and self.cache.shape.slots < slots:
             self.move_to(self.runtime.buffers.decode_cache(self.stats.batch, slots))
 
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of its cache that are given back when it is left: the decode cache stays for the next one."""
+        return 0 if self.runtime.buffers.is_decode_cache(self.cache) else self.cache.allocated_bytes
+
     def move_to(self, target: SlotCache, keep_BXN: Sequence[Tensor] | None = None) -> None:
         """Go on in another cache, with all tokens or those marked."""
         # Captures of steps in the cache that is left would keep it alive.
         self.runtime.graphs.drop_captures()
-        keep_BXN = self.cache.everything() if keep_BXN is None else keep_BXN
-        target.take_from(self.cache, keep_BXN, release=not self.runtime.buffers.is_decode_cache(self.cache))
+        buffers, source = self.runtime.buffers, self.cache
+        keep_BXN = source.everything() if keep_BXN is None else keep_BXN
+        size = self.own_bytes
+        target.take_from(source, keep_BXN, release=size > 0)
         self.cache = target
+        memory.give_back(buffers.device, size)
 
     def _decode_cache(self, new_tokens: int, keep_BXN: Sequence[Tensor]) -> SlotCache:
         """With room for the tokens marked, and `new_tokens` more or a draft."""
@@ -277,7 +291,7 @@ class Conversation:
         ]
 
     def complete_stats(self) -> None:
-        """Fill in what is known at the end of an answer."""
+        """Fill in what is known once a prompt, a turn or an answer is complete."""
         cache, stats, runtime = self.cache, self.stats, self.runtime
         stats.sequence_tokens = self.batch.position_B.tolist()
         stats.kept_tokens = cache.kept_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from ..compiling.collectives import tensor_parallel_of
 from ..compiling.graphs import Graphs, check_ties
 from ..compiling.numerics import accumulation_dtype
 from ..compiling.toolchain import missing_toolchain
-from ..config import EvictionConfig
+from ..config import EvictionConfig, check_int
 from ..model import LanguageModel
 from ..requests.prompts import to_rows
 from ..scoring.expected_attention import check_rotary
 from ..scoring.learned import load_scorer
 from .buffers import Buffers
 from .decoding_rule import DecodingRule
+from .needs import Needs
 from .prefill import Prefill
 from .tensor_parallel import check_rule
 
@@ -50,17 +51,16 @@ class Runtime:
         record: int,
         check_ranks: bool,
     ) -> None:
-        if prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
-        if isinstance(record, bool) or not isinstance(record, int) or record < 0:
-            raise ValueError(f"record must be a whole number of steps, got {record!r}")
-        if repeat_prefix:
-            to_rows(list(repeat_prefix), model.config.vocab_size, what="repeat_prefix")
         _check_model(model)
+        check_int("prefill_chunk", prefill_chunk, 1)
+        check_int("record", record, 0)
+        prefix: list[int] = []
+        if not isinstance(repeat_prefix, Sized) or len(repeat_prefix) > 0:
+            (prefix,) = to_rows([repeat_prefix], model.config.vocab_size, what="repeat_prefix")
         compile = _can_compile(compile, model.device)
         if compile and isinstance(model, torch.nn.Module):
             check_ties(model)
-        self.model, self.repeat_prefix, self.on_draft = model, tuple(repeat_prefix), on_draft
+        self.model, self.repeat_prefix, self.on_draft = model, tuple(prefix), on_draft
         self.tp, self.checks_ranks = tensor_parallel_of(model), check_ranks
         if check_ranks and self.tp.size == 1:
             raise ValueError("check_ranks has no effect with a model on a single process")
@@ -102,6 +102,12 @@ class Runtime:
             del self._rules[next(iter(self._rules))]
         self.rule, self.graph_key = rule, graph_key
         self.buffers.scope = "shared" if eviction is None else eviction.scope
+
+    @property
+    def needs(self) -> Needs:
+        """What requests take of memory."""
+        model, on_cpu = self.model, self.model.device.type == "cpu"
+        return Needs(model.config, self.rule.config, model.dtype, on_cpu, self.backend == "flex")
 
     @property
     def drafted(self) -> int:

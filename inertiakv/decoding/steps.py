@@ -1,7 +1,7 @@
 """The forward passes: a prompt chunk, the step that evicts a whole prompt, the decode step.
 
-Each `*_step` runs a model (`inertiakv.model`); its `*_state` is for models that run by themselves
-(`inertiakv.integrations`).
+Each `*_step` runs a model (`inertiakv.model`). `decode_state` and `evicting_state` are for models that run by
+themselves, too (`inertiakv.integrations`).
 
 Shape letters: B batch, T query tokens, E hidden size, V vocabulary, W tokens before the new one, D drafted
 tokens, X retention sets, N slots.

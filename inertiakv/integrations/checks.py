@@ -9,9 +9,18 @@ from transformers import AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..config import EvictionConfig
+from ..scoring.learned import check_file
 
 NAME = "inertiakv"
 """Of the attention function, as `attn_implementation`."""
+
+
+def text_config(model: Any) -> Any:
+    """The config of a model's decoder. Raises ValueError for what is no model of transformers."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise ValueError(f"{type(model).__name__} is no model of transformers, which InertiaCache is for")
+    return config.get_text_config(decoder=True)
 
 
 def check_model(model: Any, config: Any) -> None:
@@ -41,7 +50,7 @@ def check_implementation(name: str | None) -> None:
 
 
 def check_rule(eviction: object) -> EvictionConfig:
-    """Raise ValueError for a rule that needs more than attention sees."""
+    """Raise ValueError for a rule that needs more than attention sees, or a file that is not there."""
     if type(eviction) is not EvictionConfig:
         raise ValueError(f"InertiaCache takes an EvictionConfig, as policy(name) gives it; got {eviction!r}")
     reasons = {
@@ -50,6 +59,8 @@ def check_rule(eviction: object) -> EvictionConfig:
     }
     if eviction.scorer in reasons:
         raise ValueError(f"scorer={eviction.scorer!r} {reasons[eviction.scorer]}: use Decoder")
+    if eviction.scorer_file is not None:
+        check_file(eviction.scorer_file)
     if eviction.draft:
         raise ValueError(f"draft={eviction.draft} goes on with the model by itself: use Decoder")
     return eviction

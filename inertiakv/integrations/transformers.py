@@ -32,7 +32,7 @@ from ..config import EvictionConfig
 from ..decoding.forward import attention as attend_to
 from ..scoring.learned import load_scorer
 from .attachment import HandedOver, attach
-from .checks import NAME, check_model, check_rule, of_evicted_layers
+from .checks import NAME, check_model, check_rule, of_evicted_layers, text_config
 from .layerwise import Attention, LayerwiseConversation
 
 _uncompiled = torch.compiler.disable(reason="InertiaCache runs as it is: compile without fullgraph=True")
@@ -69,7 +69,7 @@ class InertiaCache(Cache):
     """
 
     def __init__(self, model: Any, eviction: EvictionConfig = EvictionConfig()) -> None:  # noqa: B008 (immutable)
-        self._config = model.config.get_text_config(decoder=True)
+        self._config = text_config(model)
         check_model(model, self._config)
         windows = [getattr(layer, "sliding_window", None) for layer in self._own_layers()]
         self._windows = windows

@@ -7,6 +7,8 @@ from numbers import Integral, Number
 
 from torch import Tensor
 
+from ..config import check_int
+
 Prompts = Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
 
 
@@ -14,25 +16,24 @@ def is_single(prompts: Prompts) -> bool:
     """Whether this is one prompt, a flat sequence of token ids, and not a batch."""
     if isinstance(prompts, Tensor):
         return prompts.dim() == 1
-    if isinstance(prompts, (str, Mapping)):  # neither, which `to_rows` says
-        return False
     return len(prompts) > 0 and isinstance(prompts[0], Number)
 
 
-def count_rows(prompts: Prompts) -> int:
-    return 1 if is_single(prompts) else len(prompts)
-
-
 def to_rows(prompts: Prompts, vocab_size: int, what: str = "prompt") -> list[list[int]]:
-    """Prompts as one list of token ids a row. Raises ValueError for one that is empty or has an unknown
-    id."""
+    """Prompts as one new list of token ids a row. Raises ValueError for one that is no sequence, is empty or
+    has an unknown id."""
     if isinstance(prompts, Mapping):  # what a tokenizer returns
         raise ValueError(
             f"a {what} is a list of token ids, got a {type(prompts).__name__}: give its input_ids"
         )
-    if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
+    if isinstance(prompts, str) or (
+        _is_sequence(prompts) and any(isinstance(prompt, str) for prompt in prompts)
+    ):
         raise ValueError(f"a {what} is a list of token ids, got text: give tokenizer(text).input_ids")
-    batch = [prompts] if is_single(prompts) else prompts
+    batch = prompts if _is_sequence(prompts) and not is_single(prompts) else [prompts]
+    for row in batch:
+        if not _is_sequence(row):
+            raise ValueError(f"a {what} is a list of token ids, got {row!r:.80}")
     rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in batch]  # type: ignore[arg-type]
     if not rows:
         raise ValueError(f"no {what}s: the batch is empty")
@@ -47,11 +48,15 @@ def to_rows(prompts: Prompts, vocab_size: int, what: str = "prompt") -> list[lis
     return [[int(token) for token in row] for row in rows]
 
 
+def _is_sequence(value: object) -> bool:
+    """Whether this can be a row or a batch: an array or a tensor, too, if it has an axis."""
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and getattr(value, "ndim", 1) > 0
+
+
 def check_positions(lengths: Sequence[int], new_tokens: int, max_positions: int, fed: int = 0) -> None:
-    """Raise ValueError where a row would outgrow the positions that the model knows. `fed`: tokens that
-    are fed for a draft."""
-    if new_tokens < 0:
-        raise ValueError(f"max_new_tokens must not be negative, got {new_tokens}")
+    """Raise ValueError where a row would outgrow the positions that the model knows, and for `new_tokens`
+    that is no number of tokens. `fed`: tokens that are fed for a draft."""
+    check_int("max_new_tokens", new_tokens, 0)
     longest = max(lengths)
     if longest > max_positions:
         raise ValueError(f"{longest} tokens are more than the model's {max_positions} positions")

@@ -8,13 +8,15 @@ Shape letters: B batch, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from ..compiling.numerics import uniform
+from ..config import MAX_SEED, check_int
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,26 @@ class Sampling:
     default."""
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            missing = value is None and name != "temperature"
+            if not missing and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ValueError(f"{name} must be a number, got {value!r}")
         if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
             raise ValueError(f"temperature must be 0 (greedy) or in [0.001, 1000], got {self.temperature}")
         if self.greedy:
             for name in ("top_k", "top_p", "min_p", "seed"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}={getattr(self, name)} has no effect at temperature 0 (greedy)")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.top_k is not None:
+            check_int("top_k", self.top_k, 1)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        for seed in self.seed if isinstance(self.seed, Iterable) else [self.seed or 0]:
+            if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= int(seed) <= MAX_SEED:
+                raise ValueError(f"a seed must be a whole number in [0, 2**63), got {seed!r}")
 
     @property
     def greedy(self) -> bool:
@@ -58,14 +68,10 @@ class Sampling:
 
     def seeds(self, rows: int) -> list[int]:
         """A seed for each row. Raises ValueError where their number is another."""
-        seeds = (
-            [self.seed or 0] * rows if self.seed is None or isinstance(self.seed, int) else list(self.seed)
-        )
+        seed = self.seed
+        seeds = list(map(int, seed)) if isinstance(seed, Iterable) else [int(seed or 0)] * rows
         if len(seeds) != rows:
             raise ValueError(f"{len(seeds)} seeds for {rows} prompts")
-        for seed in seeds:
-            if not 0 <= seed < 2**63:
-                raise ValueError(f"a seed must be in [0, 2**63), got {seed}")
         return seeds
 
 

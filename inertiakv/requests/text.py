@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -10,14 +10,16 @@ class StopStrings:
     """Ends a row as soon as its answer's text contains one of the strings; for `stop=` of a `Decoder`.
 
     It sees the answer of one `generate`, `stream` or `decode`: not a string that one call begins and another
-    ends.
+    ends. Raises ValueError where there are no strings, or one is empty.
     """
 
     def __init__(self, tokenizer: Any, strings: str | Sequence[str]) -> None:
-        strings = [strings] if isinstance(strings, str) else list(strings)
-        if not strings or not all(strings):
+        given = (
+            [strings] if isinstance(strings, str) else list(strings) if isinstance(strings, Iterable) else []
+        )
+        if not given or not all(isinstance(string, str) and string for string in given):
             raise ValueError(f"stop strings must be non-empty, got {strings!r}")
-        self.tokenizer, self.strings = tokenizer, strings
+        self.tokenizer, self.strings = tokenizer, given
 
     def __call__(self, row: int, tokens: list[int]) -> bool:
         # A token is at least one byte, so a stop string that just ended lies within as many tokens as it has

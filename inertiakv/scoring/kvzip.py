@@ -115,10 +115,7 @@ class Repetition:
         position_BXN = sets.position_BXN[..., : self.filled]
         own_BXT = self.positions_BT[:, None].expand(-1, position_BXN.shape[1], -1)
         if self.layer in self.coefficients:
-            keys = self._keys(kv.k_BGND, k_BGTD, position_BXN, own_BXT)
-            most_BGK = most_attention(q_BHTD, *keys, self.positions_BT, window, scale)
-            score_BGC = most_BGK[..., self.sinks : -k_BGTD.shape[2]]
-            self._update(sets.utility_BXN[..., : self.filled], score_BGC)
+            self._score(q_BHTD, kv.k_BGND, k_BGTD, own_BXT, window, scale)
         k_BGND, v_BGND = (
             torch.cat((old[:, :, : self.filled], new), dim=2)
             for old, new in ((kv.k_BGND, k_BGTD), (kv.v_BGND, v_BGTD))
@@ -126,6 +123,21 @@ class Repetition:
         seen = (torch.cat((position_BXN, own_BXT), dim=-1), self.positions_BT, window)
         ends = (k_BGND.shape[2], self.filled if self.even else None)
         return dense_chunk(q_BHTD, k_BGND, v_BGND, *seen, scale, *ends)
+
+    def _score(
+        self,
+        q_BHTD: Tensor,
+        k_BGND: Tensor,
+        k_BGTD: Tensor,
+        own_BXT: Tensor,
+        window: int | None,
+        scale: float,
+    ) -> None:
+        sets = self.cache.sets_of(self.layer)
+        keys = self._keys(k_BGND, k_BGTD, sets.position_BXN[..., : self.filled], own_BXT)
+        most_BGK = most_attention(q_BHTD, *keys, self.positions_BT, window, scale)
+        score_BGC = most_BGK[..., self.sinks : -k_BGTD.shape[2]]
+        self._update(sets.utility_BXN[..., : self.filled], score_BGC)
 
     def _keys(
         self, k_BGND: Tensor, k_BGTD: Tensor, position_BXN: Tensor, own_BXT: Tensor

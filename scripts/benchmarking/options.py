@@ -16,7 +16,7 @@ from inertiakv.models.config import parse_dtype
 from inertiakv.models.parallel import place
 from inertiakv.models.quantize import QUANTIZED
 from inertiakv.scripts.cli import arguments
-from inertiakv.scripts.cli.arguments import Count, Counts, Option, Switch
+from inertiakv.scripts.cli.arguments import Count, Counts, Names, Option, Switch
 from inertiakv.scripts.cli.machine import check_device
 
 from .ours import refresh_period
@@ -25,8 +25,6 @@ from .shapes import shape
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_RIVALS = ["transformers", "transformers-static"]
-
-Names = Annotated[list[str], Option("NAME,...|none")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ Switch = Annotated[bool, Option(switch=True)]
 """An option that is given or not."""
 Count = Annotated[int, Option(least=1)]
 Counts = Annotated[list[int], Option(least=1)]
-Names = Annotated[list[str], Option("NAME,...")]
+Names = Annotated[list[str], Option("NAME,...|none")]
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

@@ -13,10 +13,9 @@ from typing import Any
 
 from inertiakv import EvictionConfig
 from inertiakv.evals.essays import Essays
-from inertiakv.evals.records import Record
+from inertiakv.evals.records import NAME, Record, asked_keys, read_meta, task_label
 from inertiakv.evals.rules import KEPT, Rule, label
 from inertiakv.evals.run import Evaluation, Group
-from inertiakv.evals.run_meta import NAME, asked_keys, read_meta, task_label
 from inertiakv.scripts.benchmarking import machine, results
 
 BINDING = ("config", "model", "template")

@@ -33,13 +33,16 @@ class Request:
     new_tokens: int
     batch: int
     rule: EvictionConfig | None
+    on_cpu: bool
     chunk: int = CHUNK
 
     @functools.cached_property
     def footprint(self) -> Footprint:
         """Raises ValueError for what cannot be split, quantised, or evicted to its budget."""
         shard = _shard(self.config, self.dtype, self.quantize, self.ranks)
-        return make_footprint(shard, self.context, self.new_tokens, self.rule, self.chunk)
+        return make_footprint(
+            shard, self.context, self.new_tokens, self.rule, chunk=self.chunk, on_cpu=self.on_cpu
+        )
 
     @property
     def size(self) -> int:

@@ -11,7 +11,7 @@ from inertiakv import EvictionConfig
 from inertiakv.cache.budgets import Budgets
 from inertiakv.cache.slot_cache import CacheShape, SlotCache, bucket
 from inertiakv.compiling.collectives import TensorParallel
-from inertiakv.decoding.buffers import prefill_bytes
+from inertiakv.decoding.needs import Needs, Request
 from inertiakv.models import ModelConfig, Transformer
 from inertiakv.models.quantize import make_room
 from inertiakv.scripts.benchmarking import traffic
@@ -69,7 +69,7 @@ class Footprint:
     decode_kv: int
     """K and V of the decode cache alone, without the retention sets."""
     workspace: int
-    """While a chunk of the prompt is read."""
+    """What a request takes beside these caches at its peak, while a prompt is read or scored."""
     kept: int
     """Tokens that a step sees, halfway through the answer."""
     slots: int
@@ -94,7 +94,13 @@ class Footprint:
 
 
 def make_footprint(
-    shard: Shard, context: int, new_tokens: int, eviction: EvictionConfig | None, chunk: int = CHUNK
+    shard: Shard,
+    context: int,
+    new_tokens: int,
+    eviction: EvictionConfig | None,
+    *,
+    chunk: int = CHUNK,
+    on_cpu: bool = False,
 ) -> Footprint:
     """Of rows with such prompts and answers, and a rule (None keeps everything). Raises ValueError for a
     budget that cannot be."""
@@ -112,10 +118,14 @@ def make_footprint(
         return CacheShape(config.num_layers, 1, config.num_kv_heads, slots, config.head_dim, scope)
 
     def allocated(shape: CacheShape) -> int:
+        if not shape.slots:
+            return 0
         return sum(buffer.nbytes for buffer in SlotCache(shape, dtype=dtype, device="meta").buffers())
 
     decode = cache(budgets.decode_slots(max(new_tokens, draft)))
-    prompt = cache(bucket(context + draft + 1))
+    prompt = cache(bucket(context + draft + 1) if budgets.overfull else 0)
+    request = Request(1, context, context, True, chunk, prompt.slots, decode.slots)
+    peak = Needs(config, eviction, dtype, on_cpu=on_cpu, flex=not on_cpu).peak(request)
     return Footprint(
         shard,
         context,
@@ -123,10 +133,10 @@ def make_footprint(
         drafts,
         refreshes / new_tokens,
         weights=shard.weight_bytes,
-        prompt_cache=allocated(prompt) if budgets.overfull else 0,
+        prompt_cache=allocated(prompt),
         decode_cache=allocated(decode),
         decode_kv=decode.nbytes(dtype),
-        workspace=prefill_bytes(config, 1, min(chunk, context), dtype),
+        workspace=max(0, peak - allocated(prompt) - allocated(decode)),
         kept=min(budgets.rows[0] + grown, context + halfway),
         slots=decode.slots,
     )

@@ -17,7 +17,7 @@ from compile_tests.evals.fake_benchmarks import FakeDataTask, FakeTask
 from compile_tests.examples import share
 from compile_tests.scripts.eval.folders import ARGV, Cli, contents, run_meta
 from inertiakv.evals.records import Record, RecordFile, read_records
-from inertiakv.evals.reporting.runs import combine, read_run
+from inertiakv.evals.reporting.suites import combine, read_run
 from inertiakv.scripts import report
 
 
