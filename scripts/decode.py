@@ -17,7 +17,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,7 +33,7 @@ from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scoring.learned import check_file
 from inertiakv.scripts.cli import program, prompts
 from inertiakv.scripts.cli.arguments import FieldsOf, Option, Switch, parse
-from inertiakv.scripts.cli.console import Detokenizer, PrefillBar, StreamPrinter
+from inertiakv.scripts.cli.console import Detokenizer, PrefillBar, StreamPrinter, tell_compile, tell_draft
 from inertiakv.scripts.cli.machine import ModelOptions, check_device, loading
 from inertiakv.scripts.cli.program import say
 from inertiakv.scripts.cli.report import Run, agreement, summary
@@ -171,7 +171,7 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
         if len(policies) > 1 and not args.json:
             print(f"=== {name} ===", flush=True)
         printer = StreamPrinter(detokenizer) if streaming else None
-        decoder = make_decoder(model, eviction, args, printer.say if printer else say)
+        decoder = make_decoder(model, eviction, args)
         with contextlib.closing(PrefillBar(sum(map(len, rows)))) as bar:
             out = decoder.generate(
                 rows, max_new_tokens, sampling=sampling, stop=printer or stop, progress=bar
@@ -187,17 +187,15 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
     say("\n" + summary(runs))
 
 
-def make_decoder(
-    model: Any, eviction: EvictionConfig | None, args: Arguments, tell: Callable[[str], None]
-) -> Decoder:
-    """A decoder that reports its slow parts to `tell`."""
+def make_decoder(model: Any, eviction: EvictionConfig | None, args: Arguments) -> Decoder:
+    """A decoder that tells of its slow parts."""
     return Decoder(
         model,
         eviction,
         compile=args.compile,
         attention=args.attention,
-        on_compile=lambda what: tell(f"compiling the {what} ..."),
-        on_draft=lambda number, drafts: tell(f"rehearsing the answer: draft {number} of {drafts} ..."),
+        on_compile=tell_compile,
+        on_draft=tell_draft,
         check_ranks=args.check_ranks,
     )
 

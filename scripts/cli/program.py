@@ -12,6 +12,8 @@ from datetime import timedelta
 
 import torch
 
+from inertiakv.scripts.cli.screen import SCREEN
+
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
@@ -19,7 +21,7 @@ def run(main: Callable[[], None]) -> int:
     """Call `main` and return the exit code of the process: 2, with one line on stderr, for a user's mistake.
     Under torchrun, of processes with the same message only the first prints it."""
     try:
-        with warnings_shown():
+        with warnings_shown(), _whole_lines():
             main()
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -36,8 +38,21 @@ def run(main: Callable[[], None]) -> int:
 
 
 def say(text: str) -> None:
-    """Print a line of progress to stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line to stderr."""
+    SCREEN.say(text)
+
+
+@contextlib.contextmanager
+def _whole_lines() -> Iterator[None]:
+    """However it ends, what is printed next begins a line."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except BaseException:
+        SCREEN.end_line()
+        raise
+    SCREEN.end_line()
 
 
 class _Stderr(logging.Handler):
