@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's o
 
 from inertiakv import POLICIES, Decoder, EvictionConfig, Sampling, StopStrings, policy
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
+from inertiakv.config import SMALLEST_BUFFER
 from inertiakv.decoding.tensor_parallel import check_rule
 from inertiakv.models import load_model
 from inertiakv.models.files import check_text, read_text
@@ -39,7 +40,7 @@ from inertiakv.scripts.cli.program import say
 from inertiakv.scripts.cli.report import Run, agreement, summary
 
 DEFAULT_NEW_TOKENS = 256
-BOTH_POLICIES = ("compression", "budget", "sinks", "recent")
+BOTH_POLICIES = ("compression", "budget", "min_budget", "sinks", "recent")
 """Eviction options that hold for the compared policy, too: how much is kept. The rest is a policy's own."""
 
 
@@ -65,32 +66,48 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyOptions:
+class RuleOptions:
     """By which rule tokens are evicted."""
 
     policy: Annotated[str, Option("NAME", choices=tuple(POLICIES))] = "inertiakv"
     """A named rule; full keeps every token."""
-    compare: Annotated[str | None, Option("NAME", choices=tuple(POLICIES))] = None
-    """A second policy to answer the same prompts afterwards. --compression, --budget, --sinks and --recent
-    hold for both policies, the other eviction options for --policy alone."""
     eviction: Annotated[
         dict[str, Any],
-        FieldsOf(EvictionConfig, "Fields of the policy to set to other values than its own."),
+        FieldsOf(
+            EvictionConfig,
+            "Fields of the policy to set to other values than its own. Without --budget and --min-budget the "
+            f"latter is {SMALLEST_BUFFER}, which costs no memory.",
+        ),
     ] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerOptions:
-    """Where an answer ends, and how its tokens are chosen."""
+class PolicyOptions(RuleOptions):
+    """By which rule tokens are evicted."""
 
-    max_new_tokens: Annotated[int | None, Option(default=str(DEFAULT_NEW_TOKENS))] = None
+    compare: Annotated[str | None, Option("NAME", choices=tuple(POLICIES))] = None
+    """A second policy to answer the same prompts afterwards. --compression, --budget, --min-budget, --sinks
+    and --recent hold for both policies, the other eviction options for --policy alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOptions:
+    """How long an answer is, and how its tokens are chosen."""
+
+    max_new_tokens: Annotated[int | None, Option(default=str(DEFAULT_NEW_TOKENS), least=1)] = None
     """Tokens of an answer at most."""
-    stop: Annotated[tuple[str, ...], Option(repeat=True)] = ()
-    """End an answer before this text. May be given several times."""
     sampling: Annotated[
         dict[str, Any],
         FieldsOf(Sampling, "How tokens are chosen. The filters apply in this order, after the temperature."),
     ] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(TokenOptions):
+    """Where an answer ends, and how its tokens are chosen."""
+
+    stop: Annotated[tuple[str, ...], Option(repeat=True)] = ()
+    """End an answer before this text. May be given several times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,16 +221,29 @@ def choose_policies(args: PolicyOptions) -> list[tuple[str, EvictionConfig | Non
     """Names and configs of the policies to run. Raises ValueError for options that none of them would use."""
     given = args.eviction
     if args.compare is None:
-        return [(args.policy, policy(args.policy, **given))]
-    shared = {name: value for name, value in given.items() if name in BOTH_POLICIES}
+        return [(args.policy, floored_policy(args.policy, given))]
+    shared = shared_by_policies(given)
     if args.policy == "full":  # has no use for what the other one keeps
-        first = policy("full", **{name: value for name, value in given.items() if name not in shared})
-    else:
-        first = policy(args.policy, **given)
-    second = policy(args.compare, **({} if args.compare == "full" else shared))
+        given = {name: value for name, value in given.items() if name not in shared}
+    first = floored_policy(args.policy, given)
+    second = floored_policy(args.compare, {} if args.compare == "full" else shared)
     if first == second:
         raise ValueError(f"--compare {args.compare} would run the same policy twice")
     return [(args.policy, first), (args.compare, second)]
+
+
+def shared_by_policies(given: dict[str, Any]) -> dict[str, Any]:
+    """What is given of how much is kept."""
+    return {name: value for name, value in given.items() if name in BOTH_POLICIES}
+
+
+def floored_policy(name: str, changes: dict[str, Any]) -> EvictionConfig | None:
+    """The named policy with fields replaced. Unless it is said how many tokens are kept at least, of a short
+    prompt it keeps what the smallest cache has room for anyway."""
+    config = policy(name, **changes)
+    if config is None or config.budget is not None or config.protect_prompt or "min_budget" in changes:
+        return config
+    return replace(config, min_budget=SMALLEST_BUFFER)
 
 
 def read_prompts(args: PromptOptions) -> list[prompts.Prompt]:

@@ -26,21 +26,30 @@ def tell_draft(number: int, drafts: int) -> None:
 
 
 class PrefillBar:
-    """Progress of a prefill of `total` tokens, for `Decoder.generate(progress=...)`: a bar on a terminal, one
-    line elsewhere."""
+    """Progress of a prefill, for `Decoder.generate(progress=...)`: a bar on a terminal, one line elsewhere.
+    Without a `total` of tokens it is shown once it is known that there is more to read."""
 
-    def __init__(self, total: int) -> None:
-        self.bar = tqdm(total=total, desc="prefill", unit=" tokens", disable=None, leave=False)
-        if self.bar.disable:
+    def __init__(self, total: int | None = None) -> None:
+        self.bar = None if total is None else self._begin(total)
+
+    @staticmethod
+    def _begin(total: int) -> tqdm:
+        bar = tqdm(total=total, desc="prefill", unit=" tokens", disable=None, leave=False)
+        if bar.disable:
             say(f"prefill of {total:,} tokens ...")
+        return bar
 
     def __call__(self, done: int, total: int) -> None:
-        self.bar.update(done - self.bar.n)
+        if self.bar is None and done < total:
+            self.bar = self._begin(total)
+        if self.bar is not None:
+            self.bar.update(done - self.bar.n)
         if done == total:
             self.close()
 
     def close(self) -> None:
-        self.bar.close()
+        if self.bar is not None:
+            self.bar.close()
 
 
 class Detokenizer:

@@ -30,7 +30,7 @@ def run(main: Callable[[], None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        line = _one_line(error)
+        line = one_line(error)
         if _is_first(line, lost_peer=isinstance(error, ConnectionError)):
             print(f"error: {line}", file=sys.stderr, flush=True)
         return 2
@@ -94,7 +94,8 @@ def silence(wanted: bool) -> Iterator[None]:
         yield
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """What an error says."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or "out of memory"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inertiakv import EvictionConfig, Generation
+from inertiakv import EvictionConfig, Generation, Stats
 from inertiakv.evals.reporting.table import aligned
 
 FEW_TOKENS = 64
@@ -69,23 +69,27 @@ class Run:
         }
 
     def _lines(self) -> dict[str, str]:
-        stats = self.generation.stats
-        seconds, rate = stats.seconds, stats.tokens_per_second
-        return {
-            "prompt tokens": f"{sum(stats.prompt_tokens):,}",
-            "new tokens": f"{sum(map(len, self.generation.tokens)):,}",
-            "kept tokens": f"{sum(stats.kept_tokens):,}",
-            "cache": f"{stats.cache_bytes / 1e6:,.1f} MB",
-            "full cache": f"{stats.full_cache_bytes / 1e6:,.1f} MB",
-            "refreshes": f"{stats.refreshes:,}",
-            "evictions": f"{sum(stats.evictions):,}",
-            "tokens/s": "-" if rate is None else f"{rate:.1f}",
-            "prefill": f"{seconds.prefill:.1f} s",
-            "first step": f"{seconds.first_step:.1f} s",
-            "compile": f"{seconds.compile:.1f} s",
-            "decode": f"{seconds.decode:.1f} s",
-            "ended by": "/".join(dict.fromkeys(self.generation.finish_reasons)),
-        }
+        new = sum(map(len, self.generation.tokens))
+        ended = "/".join(dict.fromkeys(self.generation.finish_reasons))
+        return {"new tokens": f"{new:,}", **stats_lines(self.generation.stats), "ended by": ended}
+
+
+def stats_lines(stats: Stats) -> dict[str, str]:
+    """What a conversation has come to, for people."""
+    seconds, rate = stats.seconds, stats.tokens_per_second
+    return {
+        "prompt tokens": f"{sum(stats.prompt_tokens):,}",
+        "kept tokens": f"{sum(stats.kept_tokens):,}",
+        "cache": f"{stats.cache_bytes / 1e6:,.1f} MB",
+        "full cache": f"{stats.full_cache_bytes / 1e6:,.1f} MB",
+        "refreshes": f"{stats.refreshes:,}",
+        "evictions": f"{sum(stats.evictions):,}",
+        "tokens/s": "-" if rate is None else f"{rate:.1f}",
+        "prefill": f"{seconds.prefill:.1f} s",
+        "first step": f"{seconds.first_step:.1f} s",
+        "compile": f"{seconds.compile:.1f} s",
+        "decode": f"{seconds.decode:.1f} s",
+    }
 
 
 def summary(runs: Sequence[Run]) -> str:
