@@ -37,7 +37,7 @@ from inertiakv.scripts.cli.arguments import FieldsOf, Option, Switch, parse
 from inertiakv.scripts.cli.console import Detokenizer, PrefillBar, StreamPrinter, tell_compile, tell_draft
 from inertiakv.scripts.cli.machine import ModelOptions, check_device, loading
 from inertiakv.scripts.cli.program import say
-from inertiakv.scripts.cli.report import Run, agreement, summary
+from inertiakv.scripts.cli.report import Run, agreement, summary, too_few
 
 DEFAULT_NEW_TOKENS = 256
 BOTH_POLICIES = ("compression", "budget", "min_budget", "sinks", "recent")
@@ -188,6 +188,8 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
         if len(policies) > 1 and not args.json:
             print(f"=== {name} ===", flush=True)
         printer = StreamPrinter(detokenizer) if streaming else None
+        if remark := too_few(eviction, list(map(len, rows))):
+            say(f"WARNING: {name}: {remark}")
         decoder = make_decoder(model, eviction, args)
         with contextlib.closing(PrefillBar(sum(map(len, rows)))) as bar:
             out = decoder.generate(

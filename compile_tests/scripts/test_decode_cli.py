@@ -97,11 +97,11 @@ def test_json(cli: Cli, folder: Path) -> None:
         "ranks": 1,
     }
     assert report["policy"] == "lazy4"
-    assert report["config"] == dataclasses.asdict(EvictionConfig(refresh=4))
+    assert report["config"] == dataclasses.asdict(EvictionConfig(refresh=4, min_budget=127))
     (row,) = report["rows"]
     assert list(row) == ["prompt_tokens", "budget", "kept_tokens", "token_ids", "text", "finish_reason"]
     assert row["prompt_tokens"] == len(f"[user]{TEXT}[assistant]") + 2  # a token a byte, BOS and EOS
-    assert row["budget"] == row["prompt_tokens"] // 10
+    assert row["budget"] == 127
     assert row["kept_tokens"] == row["budget"]
     assert len(row["token_ids"]) == 12
     assert row["text"] == tiny_tokenizer().decode(row["token_ids"], skip_special_tokens=True)
@@ -266,18 +266,20 @@ def test_every_eviction_option(cli: Cli) -> None:
     assert report["config"] == json.loads(json.dumps(dataclasses.asdict(expected)))
     chosen = "--policy rehearsed --draft 3 --drafts 2 --window-by mean"
     result = cli("--prompt", TEXT, *chosen.split(), "--max-new-tokens", 2, "--json")
-    expected = policy("rehearsed", draft=3, drafts=2, window_by="mean")
+    expected = policy("rehearsed", draft=3, drafts=2, window_by="mean", min_budget=127)
     assert result.json["config"] == dataclasses.asdict(expected)
     said = [line for line in result.err.splitlines() if "draft" in line]
     assert said == [f"rehearsing the answer: draft {number} of 2 ..." for number in (1, 2)]
     chosen = "--scope head --allocation adaptive --evict-at prompt --window 3 --after none"
     report = cli("--prompt", TEXT, *chosen.split(), "--max-new-tokens", 2, "--json").json
-    expected = EvictionConfig(scope="head", allocation="adaptive", evict_at="prompt", window=3, after="none")
+    expected = EvictionConfig(
+        scope="head", allocation="adaptive", evict_at="prompt", window=3, after="none", min_budget=127
+    )
     assert report["config"] == dataclasses.asdict(expected)
     report = cli("--prompt", TEXT, "--policy", "random", "--protect-prompt", "--max-new-tokens", 2, "--json")
     assert report.json["config"]["protect_prompt"] is True
     report = cli("--prompt", TEXT, "--aggregation", "single", "--max-new-tokens", 2, "--json").json
-    assert report["config"] == dataclasses.asdict(EvictionConfig(aggregation="single"))
+    assert report["config"] == dataclasses.asdict(EvictionConfig(aggregation="single", min_budget=127))
 
 
 def test_the_command_line_has_every_field_of_the_config(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,10 +439,31 @@ def test_a_policy_that_never_evicted_says_so(cli: Cli) -> None:
     assert "never evicted" not in cli(*argv, "--policy", "full").err
 
 
-def test_a_tenth_of_a_short_prompt_is_too_few(cli: Cli) -> None:
-    tokens = len("[user]Hello[assistant]") + 2
-    remark = f"inertiakv kept no more than {tokens // 10} tokens of a prompt of {tokens}"
-    assert remark in cli("--prompt", "Hello", "--max-new-tokens", 2).err
+def test_a_short_prompt_keeps_what_costs_no_memory(cli: Cli) -> None:
+    argv = ("--prompt", TEXT, "--max-new-tokens", 2)
+    result = cli(*argv, "--compare", "lazy4", "--compression", 0.9, "--json")
+    assert [run["config"]["min_budget"] for run in (result.json, result.json["compared"])] == [127, 127]
+    assert "WARNING" not in result.err
+    tokens = len(f"[user]{TEXT}[assistant]") + 2
+    for options, least, budget in (
+        (("--compression", 0.25), 127, tokens * 3 // 4),
+        (("--min-budget", 1), 1, tokens // 10),
+        (("--budget", 70), 1, 70),
+        (("--policy", "random_after_prompt"), 1, tokens + tokens // 10),
+    ):
+        report = cli(*argv, *options, "--json").json
+        assert (report["config"]["min_budget"], report["rows"][0]["budget"]) == (least, budget)
+
+
+def test_too_small_a_budget_is_said_before_the_answer(cli: Cli) -> None:
+    tokens = len(f"[user]{TEXT}[assistant]") + 2
+    lines = cli("--prompt", TEXT, "--max-new-tokens", 2, "--budget", 20).err.splitlines()
+    said = f"WARNING: inertiakv: 20 of {tokens} tokens kept are too few for a good answer (see --budget)"
+    assert lines.index(said) < lines.index(f"prefill of {tokens} tokens ...")
+    for few in (("--prompt", "Hello", "--budget", 60), ("--prompt", TEXT, "--policy", "full")):
+        assert "too few" not in cli(*few, "--max-new-tokens", 2).err
+    share = cli("--prompt", TEXT, "--max-new-tokens", 2, "--min-budget", 5).err
+    assert share.count("too few") == 1
 
 
 def test_the_default_length_makes_do_with_what_fits(cli: Cli, tmp_path: Path) -> None:
@@ -482,6 +505,7 @@ def test_the_default_length_makes_do_with_what_fits(cli: Cli, tmp_path: Path) ->
         ("--prompt a --budget 0", "budget must be a whole number of at least 1, got 0"),
         ("--prompt a --refresh 0", "refresh must be a whole number of at least 1 or 'once', got 0"),
         ("--prompt a --refresh never", "--refresh"),
+        ("--prompt a --max-new-tokens 0", "argument --max-new-tokens: must be at least 1, got 0"),
         ("--prompt a --top-k 5", "top_k=5 has no effect at temperature 0 (greedy)"),
         ("--prompt a --temperature -1", "temperature must be 0 (greedy) or in [0.001, 1000], got -1.0"),
         ("--prompt a --temperature warm", "--temperature"),
@@ -563,9 +587,8 @@ def test_a_tokenizer_without_a_chat_template(cli: Cli, tmp_path: Path) -> None:
     assert report["rows"][0]["prompt_tokens"] == len(TEXT) + 1
 
 
-def test_max_new_tokens_and_protection_are_checked(cli: Cli) -> None:
-    assert "max_new_tokens must be at least 1, got 0" in cli("--prompt", "a", "--max-new-tokens", 0).error
-    assert "protect more tokens than the budget" in cli("--prompt", "a", "--sinks", 50).error
+def test_protection_is_checked(cli: Cli) -> None:
+    assert "protect more tokens than the budget" in cli("--prompt", "a", "--sinks", 200).error
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,6 @@ class Run:
         if budgets and not stats.evicted:
             size = f"budget of {max(budgets):,} holds all {max(stats.sequence_tokens):,} tokens"
             remarks.append(f"{self.policy} never evicted: its {size}")
-        elif budgets and min(budgets) < FEW_TOKENS:
-            size = f"{min(budgets)} tokens of a prompt of {min(stats.prompt_tokens)}"
-            remarks.append(
-                f"{self.policy} kept no more than {size}: too few for a good answer (see --budget)"
-            )
         return remarks
 
     def as_json(self) -> dict[str, Any]:
@@ -72,6 +67,15 @@ class Run:
         new = sum(map(len, self.generation.tokens))
         ended = "/".join(dict.fromkeys(self.generation.finish_reasons))
         return {"new tokens": f"{new:,}", **stats_lines(self.generation.stats), "ended by": ended}
+
+
+def too_few(eviction: EvictionConfig | None, prompt_tokens: Sequence[int]) -> str | None:
+    """What to say before an answer of which nothing good is to be expected. The decoder itself warns of a
+    share that is too small."""
+    budget = None if eviction is None or eviction.protect_prompt else eviction.budget
+    if budget is None or budget >= min(FEW_TOKENS, max(prompt_tokens)):
+        return None
+    return f"{budget} of {max(prompt_tokens):,} tokens kept are too few for a good answer (see --budget)"
 
 
 def stats_lines(stats: Stats) -> dict[str, str]:
