@@ -34,12 +34,15 @@ from inertiakv.models.parallel import init_tensor_parallel
 from inertiakv.scoring.learned import check_file
 from inertiakv.scripts.cli import program, prompts
 from inertiakv.scripts.cli.arguments import FieldsOf, Option, Switch, parse
-from inertiakv.scripts.cli.console import Detokenizer, PrefillBar, StreamPrinter, tell_compile, tell_draft
+from inertiakv.scripts.cli.batches import Answerer, Part
+from inertiakv.scripts.cli.console import Detokenizer, tell_compile, tell_draft
 from inertiakv.scripts.cli.machine import ModelOptions, check_device, loading
 from inertiakv.scripts.cli.program import say
 from inertiakv.scripts.cli.report import Run, agreement, summary, too_few
+from inertiakv.scripts.cli.screen import SCREEN
 
 DEFAULT_NEW_TOKENS = 256
+DEFAULT_BATCH_SIZE = 8
 BOTH_POLICIES = ("compression", "budget", "min_budget", "sinks", "recent")
 """Eviction options that hold for the compared policy, too: how much is kept. The rest is a policy's own."""
 
@@ -55,7 +58,7 @@ class PromptOptions:
     prompt_file: Path | None = None
     """A text file; the newline at its end is not part of the prompt."""
     prompts_jsonl: Path | None = None
-    """Several prompts, answered as one batch: {"prompt": TEXT} or {"messages": [...]} in each line."""
+    """Several prompts: {"prompt": TEXT} or {"messages": [...]} in each line, and an "id" that comes back."""
     system: str | None = None
     """A system message before each prompt."""
     template_args: prompts.TemplateArgs = ()
@@ -123,6 +126,15 @@ class MachineOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """How many prompts are answered together."""
+
+    batch_size: Annotated[int | None, Option(default=str(DEFAULT_BATCH_SIZE), least=1)] = None
+    """Prompts of --prompts-jsonl at most, of similar lengths. More are faster together, and take more
+    memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DebuggingOptions:
     """For a model on several devices, with torchrun."""
 
@@ -132,17 +144,25 @@ class DebuggingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What is printed. Answers to several prompts come at the end, under their numbers."""
+    """What is printed. Answers to several prompts come batch by batch, under their ids or numbers."""
 
     stream: Annotated[bool | None, Option(default="for a single prompt")] = None
     """Print an answer as it comes."""
     json: Switch = False
     """Print one JSON object with the answers and every number, and nothing else, to stdout."""
+    jsonl: Switch = False
+    """With --prompts-jsonl: print a JSON object a line for each answer, once its batch is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(
-    PromptOptions, PolicyOptions, AnswerOptions, MachineOptions, DebuggingOptions, OutputOptions
+    PromptOptions,
+    PolicyOptions,
+    AnswerOptions,
+    BatchOptions,
+    MachineOptions,
+    DebuggingOptions,
+    OutputOptions,
 ): ...
 
 
@@ -178,31 +198,36 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
         model, tokenizer = load(args, tp)
         seconds = time.perf_counter() - start
         rows = encode(tokenizer, given, args)
-    max_new_tokens = choose_length(args.max_new_tokens, max(map(len, rows)), model.config.max_positions)
+    lengths = list(map(len, rows))
+    max_new_tokens = choose_length(args.max_new_tokens, max(lengths), model.config.max_positions)
+    for name, eviction in policies:
+        if remark := too_few(eviction, lengths):
+            say(f"WARNING: {name}: {remark}")
     stop = StopStrings(tokenizer, args.stop) if args.stop else None
     detokenizer = Detokenizer(tokenizer, model.config.eos_token_ids, stop)
+    decoders = [make_decoder(model, eviction, args) for _, eviction in policies]
+    answerer = Answerer(
+        decoders, choose_reader(decoders, args), detokenizer, max_new_tokens, sampling, streaming
+    )
+    ids = [number if prompt.id is None else prompt.id for number, prompt in enumerate(given, 1)]
     about = describe(args, model) | {"device": str(model.device), "ranks": tp.size}
 
-    runs = []
-    for name, eviction in policies:
-        if len(policies) > 1 and not args.json:
-            print(f"=== {name} ===", flush=True)
-        printer = StreamPrinter(detokenizer) if streaming else None
-        if remark := too_few(eviction, list(map(len, rows))):
-            say(f"WARNING: {name}: {remark}")
-        decoder = make_decoder(model, eviction, args)
-        with contextlib.closing(PrefillBar(sum(map(len, rows)))) as bar:
-            out = decoder.generate(
-                rows, max_new_tokens, sampling=sampling, stop=printer or stop, progress=bar
-            )
-        texts = [detokenizer.text(tokens) for tokens in out.tokens]
-        runs.append(Run(about, name, eviction, out, texts, seconds))
-        if printer:
-            printer.end()
-        elif not args.json:
-            print_answers(texts)
+    def make_run(number: int, part: Part) -> Run:
+        texts = list(map(detokenizer.text, part[1].tokens))
+        return Run(about, *policies[number], part[1], texts, seconds, [ids[place] for place in part[0]])
+
+    def begin(number: int) -> None:
+        if len(policies) > 1 and not args.json and not args.jsonl:
+            SCREEN.write(f"=== {policies[number][0]} ===\n")
+
+    def done(number: int, part: Part) -> None:
+        if not streaming:
+            show(args, make_run(number, part), several=len(rows) > 1)
+
+    wholes = answerer.answer_all(rows, args.batch_size or DEFAULT_BATCH_SIZE, begin, done)
+    runs = [make_run(number, (list(range(len(rows))), whole)) for number, whole in enumerate(wholes)]
     if args.json:
-        print(json.dumps(as_json(runs)))
+        print(json.dumps(as_json(runs, named=any(prompt.id is not None for prompt in given))))
     say("\n" + summary(runs))
 
 
@@ -217,6 +242,13 @@ def make_decoder(model: Any, eviction: EvictionConfig | None, args: Arguments) -
         on_draft=tell_draft,
         check_ranks=args.check_ranks,
     )
+
+
+def choose_reader(decoders: Sequence[Decoder], args: Arguments) -> Decoder | None:
+    """What reads prompts once for several decoders: the last one, if it keeps everything."""
+    if len(decoders) == 1:
+        return None
+    return decoders[-1] if decoders[-1].eviction is None else make_decoder(decoders[-1].model, None, args)
 
 
 def choose_policies(args: PolicyOptions) -> list[tuple[str, EvictionConfig | None]]:
@@ -285,13 +317,19 @@ def _read_prompts(args: PromptOptions) -> list[prompts.Prompt]:
     return [prompts.from_stdin()]
 
 
-def choose_streaming(args: OutputOptions, count: int) -> bool:
-    """Whether the answer is printed as it comes. Raises ValueError where --stream would be ignored."""
-    if args.stream and args.json:
-        raise ValueError("--stream has no effect with --json, which prints one object at the end")
+def choose_streaming(args: Arguments, count: int) -> bool:
+    """Whether the answer is printed as it comes. Raises ValueError where an option would be ignored."""
+    if args.stream and (args.json or args.jsonl):
+        raise ValueError(f"--stream has no effect with --json{'l' * args.jsonl}, which prints whole answers")
+    if args.json and args.jsonl:
+        raise ValueError("give --json for one object at the end, or --jsonl for one a line, not both")
+    if args.prompts_jsonl is None:
+        for name, given in (("--jsonl", args.jsonl), ("--batch-size", args.batch_size is not None)):
+            if given:
+                raise ValueError(f"{name} has no effect without --prompts-jsonl")
     if args.stream and count > 1:
         raise ValueError(f"--stream takes one prompt, got {count}: their answers are printed at the end")
-    return count == 1 and not args.json and args.stream is not False
+    return count == 1 and not args.json and not args.jsonl and args.stream is not False
 
 
 def load(args: MachineOptions, tp: TensorParallel = SINGLE_PROCESS) -> tuple[Any, Any]:
@@ -330,17 +368,21 @@ def choose_length(asked: int | None, prompt_tokens: int, max_positions: int) -> 
     return room
 
 
-def print_answers(texts: list[str]) -> None:
-    for number, text in enumerate(texts, 1):
-        if len(texts) > 1:
-            print(f"--- {number} ---")
-        print(text, flush=True)
+def show(args: OutputOptions, run: Run, *, several: bool) -> None:
+    """Print the answers of a batch, unless they come at the end."""
+    if args.jsonl:
+        for name, row in run.named_rows:
+            SCREEN.write(json.dumps({"id": name, "policy": run.policy, **row}) + "\n")
+    elif not args.json:
+        for name, text in zip(run.ids, run.texts, strict=True):
+            SCREEN.write(f"--- {name} ---\n{text}\n" if several else f"{text}\n")
 
 
-def as_json(runs: Sequence[Run]) -> dict[str, Any]:
-    report = runs[0].as_json()
+def as_json(runs: Sequence[Run], named: bool) -> dict[str, Any]:
+    """Rows have an id where prompts are `named`."""
+    report = runs[0].as_json(named)
     if len(runs) == 2:
-        report |= {"compared": runs[1].as_json(), "agreement": round(agreement(*runs), 4)}
+        report |= {"compared": runs[1].as_json(named), "agreement": round(agreement(*runs), 4)}
     return report
 
 

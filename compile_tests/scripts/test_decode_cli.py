@@ -332,6 +332,61 @@ def test_several_prompts_are_one_ragged_batch(cli: Cli, tmp_path: Path) -> None:
     assert printed == "".join(f"--- {n} ---\n{row['text']}\n" for n, row in enumerate(rows, 1))
 
 
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    """Five prompts of different lengths, some with an id."""
+    lines: list[dict[str, Any]] = [{"prompt": TEXT[: 20 * n]} for n in (3, 9, 1, 7, 5)]
+    lines[1]["id"], lines[4]["id"] = "second", 5.5
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def test_batches_answer_as_one_does(cli: Cli, jsonl: Path) -> None:
+    argv = ("--prompts-jsonl", jsonl, "--max-new-tokens", 6, "--budget", 30, "--json")
+    argv += ("--temperature", 1, "--seed", 3)
+    whole, result = cli(*argv).json, cli(*argv, "--batch-size", 2)
+    report = result.json
+    assert report["rows"] == whole["rows"]
+    assert [row["id"] for row in report["rows"]] == [1, "second", 3, 4, 5.5]
+    assert {name: report[name] for name in ("config", "evictions")} == {
+        name: whole[name] for name in ("config", "evictions")
+    }
+    lengths = [row["prompt_tokens"] for row in report["rows"]]
+    said = re.findall(r"^prefill of (\d+) tokens \(batch (\d) of 3\) \.\.\.$", result.err, re.MULTILINE)
+    one, two, three, four, five = lengths
+    assert said == [(str(two + four), "1"), (str(one + five), "2"), (str(three), "3")]
+
+
+def test_lines_come_as_batches_are_done(cli: Cli, jsonl: Path) -> None:
+    argv = ("--prompts-jsonl", jsonl, "--max-new-tokens", 6, "--batch-size", 2, "--compare", "full")
+    runs = cli(*argv, "--json").json
+    expected = [
+        {"policy": run["policy"]} | row
+        for batch in ((1, 3), (0, 4), (2,))
+        for run in (runs, runs["compared"])
+        for row in (run["rows"][place] for place in batch)
+    ]
+    lines = [json.loads(line) for line in cli(*argv, "--jsonl").out.splitlines()]
+    assert lines == expected
+    assert list(lines[0])[:2] == ["id", "policy"]
+    printed = cli(*argv).out
+    assert re.findall("^(?:---|===) (.*) (?:---|===)$", printed, re.MULTILINE)[:4] == [
+        *("inertiakv", "second", "4", "full")
+    ]
+
+
+def test_a_batch_that_does_not_fit_names_a_smaller_one(
+    cli: Cli, jsonl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("needs 9 GiB")
+
+    monkeypatch.setattr(decode.Decoder, "generate", fail)
+    assert cli("--prompts-jsonl", jsonl).error == "needs 9 GiB; --batch-size 2 needs less"
+    assert cli("--prompt", "a").error == "needs 9 GiB"
+
+
 def test_system_message(cli: Cli) -> None:
     with_it = cli("--prompt", "Hello", "--system", "Be kind", "--max-new-tokens", 1, "--json").json
     assert with_it["rows"][0]["prompt_tokens"] == len("[system]Be kind[user]Hello[assistant]") + 3
@@ -401,6 +456,21 @@ def test_compare(cli: Cli) -> None:
     assert result.out == f"=== lazy4 ===\n{row['text']}\n=== full ===\n{other['text']}\n"
     assert re.search(r"^ +lazy4 +full$", result.err, re.MULTILINE)
     assert f"agreement: {equal / 16:.0%} of the tokens are the same" in result.err
+    assert result.err.count("prefill of") == 1
+
+
+@pytest.mark.parametrize("name", ["snapkv", "kvzip", "rehearsed"])
+def test_one_reading_serves_both(name: str, cli: Cli) -> None:
+    """A rule that scores the prompt before it decodes, one that repeats the prompt, one that drafts."""
+    argv = ("--prompt", TEXT, "--max-new-tokens", 8, "--min-budget", 40, "--json")
+    alone = [cli(*argv, "--policy", policy).json for policy in (name, "lazy4")]
+    for pair in ((name, "lazy4"), ("lazy4", name)):
+        report = cli("--prompt", TEXT, *argv[2:], "--policy", pair[0], "--compare", pair[1]).json
+        assert [run["rows"] for run in (report, report["compared"])] == [
+            run["rows"] for run in (alone if pair[0] == name else reversed(alone))
+        ]
+    one, other = report["seconds"]["prefill"], report["compared"]["seconds"]["prefill"]
+    assert abs(one - other) < 0.5
 
 
 def test_what_is_kept_holds_for_both_policies_and_the_rest_for_one(cli: Cli) -> None:
@@ -494,6 +564,9 @@ def test_the_default_length_makes_do_with_what_fits(cli: Cli, tmp_path: Path) ->
         ("--prompt-file .", ".: Is a directory"),
         ("--prompt a --system b --raw", "--system has no effect with --raw"),
         ("--prompt a --stream --json", "--stream has no effect with --json"),
+        ("--prompt a --jsonl", "--jsonl has no effect without --prompts-jsonl"),
+        ("--prompt a --batch-size 4", "--batch-size has no effect without --prompts-jsonl"),
+        ("--prompts-jsonl nowhere --batch-size 0", "argument --batch-size: must be at least 1, got 0"),
         ("--prompt a --policy best", "best"),
         ("--prompt a --policy full --budget 9", "budget has no effect with policy 'full'"),
         ("--prompt a --policy full --compare lazy4 --alpha 0.5", "alpha has no effect with policy 'full'"),
@@ -534,7 +607,9 @@ def test_wrong_command_lines(argv: str, message: str, cli: Cli) -> None:
         ('{"prompt": "a"}\n\n["b"]\n', "line 3 must be"),
         ('{"promt": "a"}', "line 1 must be"),
         ('{"prompt": "a", "messages": []}', "line 1 must be"),
-        ('{"prompt": "a", "id": 1}', "has keys prompt, id"),
+        ('{"prompt": "a", "name": 1}', "has keys prompt, name"),
+        ('{"prompt": "a", "id": [1]}', "line 1: id must be a text or a number, got [1]"),
+        ('{"prompt": "a", "id": null}', "line 1: id must be a text or a number, got None"),
         ("{}", "has no such object"),
         ('{"prompt": ""}', "line 1: prompt must be a text that is not empty, got ''"),
         ('{"prompt": 5}', "line 1: prompt must be a text that is not empty, got 5"),
@@ -558,6 +633,8 @@ def test_jsonl_that_does_not_go_with_other_options(cli: Cli, tmp_path: Path) -> 
     assert "line 2 has a system message of its own" in cli("--prompts-jsonl", file, "--system", "c").error
     assert "line 2 has messages, which need the chat template" in cli("--prompts-jsonl", file, "--raw").error
     assert "--stream takes one prompt, got 2" in cli("--prompts-jsonl", file, "--stream").error
+    assert "--json for one object" in cli("--prompts-jsonl", file, "--json", "--jsonl").error
+    assert "no effect with --jsonl" in cli("--prompts-jsonl", file, "--stream", "--jsonl").error
     file.write_text('{"messages": [{"role": "oracle", "content": "b"}]}\n')
     assert "line 1: role oracle is not known" in cli("--prompts-jsonl", file).error
 

@@ -29,14 +29,15 @@ class PrefillBar:
     """Progress of a prefill, for `Decoder.generate(progress=...)`: a bar on a terminal, one line elsewhere.
     Without a `total` of tokens it is shown once it is known that there is more to read."""
 
-    def __init__(self, total: int | None = None) -> None:
+    def __init__(self, total: int | None = None, label: str = "") -> None:
+        self.label = label
         self.bar = None if total is None else self._begin(total)
 
-    @staticmethod
-    def _begin(total: int) -> tqdm:
-        bar = tqdm(total=total, desc="prefill", unit=" tokens", disable=None, leave=False)
+    def _begin(self, total: int) -> tqdm:
+        SCREEN.wipe()
+        bar = tqdm(total=total, desc=f"prefill{self.label}", unit=" tokens", disable=None, leave=False)
         if bar.disable:
-            say(f"prefill of {total:,} tokens ...")
+            say(f"prefill of {total:,} tokens{self.label} ...")
         return bar
 
     def __call__(self, done: int, total: int) -> None:

@@ -24,6 +24,8 @@ class Run:
     generation: Generation
     texts: list[str]
     load_seconds: float
+    ids: Sequence[str | float]
+    """What each prompt is called: its own id, or its number."""
 
     @property
     def remarks(self) -> list[str]:
@@ -37,7 +39,9 @@ class Run:
             remarks.append(f"{self.policy} never evicted: its {size}")
         return remarks
 
-    def as_json(self) -> dict[str, Any]:
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """What there is to say of each prompt."""
         stats, generation = self.generation.stats, self.generation
         columns = {
             "prompt_tokens": stats.prompt_tokens,
@@ -47,13 +51,24 @@ class Run:
             "text": self.texts,
             "finish_reason": generation.finish_reasons,
         }
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    @property
+    def named_rows(self) -> list[tuple[str | float, dict[str, Any]]]:
+        return list(zip(self.ids, self.rows, strict=True))
+
+    def as_json(self, named: bool) -> dict[str, Any]:
+        """Rows have their ids where they are `named`."""
+        stats = self.generation.stats
         rate = stats.tokens_per_second
         seconds = {"load": self.load_seconds, **dataclasses.asdict(stats.seconds)}
         return {
             "model": self.model,
             "policy": self.policy,
             "config": None if self.eviction is None else dataclasses.asdict(self.eviction),
-            "rows": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
+            "rows": [
+                {"id": id_, **row} if named else row for id_, row in zip(self.ids, self.rows, strict=True)
+            ],
             "cache_bytes": stats.cache_bytes,
             "full_cache_bytes": stats.full_cache_bytes,
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
@@ -99,6 +114,8 @@ def stats_lines(stats: Stats) -> dict[str, str]:
 def summary(runs: Sequence[Run]) -> str:
     """A table with a column for each run, and what else is to be said."""
     columns = [{"": run.policy} | run._lines() for run in runs]
+    for column in columns[1:]:
+        column["prefill"] = "the same"  # one reading
     lines = aligned([[name, *(column[name] for column in columns)] for name in columns[0]])
     lines += [remark for run in runs for remark in run.remarks]
     if len(runs) == 2:
