@@ -25,9 +25,10 @@ from compile_tests.tiny import random_prompt, tiny_model
 from compile_tests.tiny_chat import tiny_chat
 from inertiakv import POLICIES, Decoder, EvictionConfig
 from inertiakv.evals.rules import choose_rules
-from inertiakv.models import chat, load_model
+from inertiakv.models import chat as chats
+from inertiakv.models import load_model
 from inertiakv.scoring.scorers import SCORERS, Evidence
-from inertiakv.scripts import decode, plan, trace, train_scorer
+from inertiakv.scripts import chat, decode, plan, trace, train_scorer
 from inertiakv.scripts import eval as evaluation
 from inertiakv.scripts import report as reporting
 from inertiakv.scripts.benchmarking.options import parse as parse_bench
@@ -47,6 +48,7 @@ def read(arguments: type, argv: list[str]) -> Any:
 
 # Commands that take too long to run here, and what tells whether their arguments make sense.
 UNDERSTOOD: dict[str, Callable[[list[str]], Any]] = {
+    "chat": lambda argv: read(chat.Arguments, argv),
     "trace": lambda argv: trace.read_rules(read(trace.Arguments, argv)),
     "train-scorer": lambda argv: train_scorer.check(read(train_scorer.Arguments, argv)),
     "eval": lambda argv: choose_rules(read(evaluation.Arguments, argv).policies, [], []),
@@ -99,7 +101,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(auto, "from_pretrained", lambda name, load=original: load(folder))
     for module in (models, decode):
         monkeypatch.setattr(module, "load_model", load)
-    for module in (inertiakv, decode, chat):
+    for module in (inertiakv, decode, chats):
         monkeypatch.setattr(module, "Decoder", Eager)
     here = tmp_path / "checkout"
     demo = here / "scripts" / "demo"
@@ -266,6 +268,12 @@ def test_the_table_of_options(capsys: pytest.CaptureFixture[str]) -> None:
         re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"python scripts.*", "", capsys.readouterr().out))
     )
     assert named == offered - {"--help"}
+
+
+def test_the_commands_of_a_chat() -> None:
+    section = PAGES["docs/command-line.md"].split("## Chat")[1].split("\n## ")[0]
+    named = {name for row in rows(section) for name in re.findall(r"`(/[^`]+)`", row[0])}
+    assert named == set(chat.COMMANDS)
 
 
 def test_the_table_of_fields() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator
+from typing import Any, TypeAlias
 
 from ..config import EvictionConfig
 from ..decoder import Decoder
@@ -18,6 +18,7 @@ from .files import check_text
 _ANSWER = "\N{REFERENCE MARK}the answer\N{REFERENCE MARK}"
 """Stands for the last answer where a template is asked for what follows it."""
 _GREEDY = Sampling()
+Pieces: TypeAlias = Generator[str, None, None]
 
 
 class Chat:
@@ -83,7 +84,7 @@ class Chat:
         *,
         sampling: Sampling = _GREEDY,
         progress: Progress | None = None,
-    ) -> Iterator[str]:
+    ) -> Pieces:
         """The answer to a message, piece by piece. Where it is left early, the pieces so far are the answer.
 
         `max_new_tokens`: at most; fewer where the model has no more positions. Raises as `Decoder.generate`
@@ -127,7 +128,7 @@ class Chat:
             )
         return min(max_new_tokens, room)
 
-    def _pieces(self, messages: list[dict[str, str]], new: int, sampling: Sampling) -> Iterator[str]:
+    def _pieces(self, messages: list[dict[str, str]], new: int, sampling: Sampling) -> Pieces:
         answer: list[int] = []
         text, eos_ids = TextStream(self.tokenizer), self.decoder.model.config.eos_token_ids
         tokens = self.decoder.stream_answer(new, sampling=sampling)

@@ -17,7 +17,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's o
 
 from inertiakv import POLICIES, Decoder, EvictionConfig, Sampling, StopStrings, policy
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
+from inertiakv.config import SMALLEST_BUFFER
 from inertiakv.decoding.tensor_parallel import check_rule
 from inertiakv.models import load_model
 from inertiakv.models.files import check_text, read_text
@@ -34,14 +35,17 @@ from inertiakv.scoring.learned import check_file
 from inertiakv.scripts.cli import program, prompts
 from inertiakv.scripts.cli.advice import WHICH_POLICY
 from inertiakv.scripts.cli.arguments import FieldsOf, Option, Switch, parse
-from inertiakv.scripts.cli.console import Detokenizer, PrefillBar, StreamPrinter
+from inertiakv.scripts.cli.batches import Answerer, Part
+from inertiakv.scripts.cli.console import Detokenizer, tell_compile, tell_draft
 from inertiakv.scripts.cli.kept import KeptTokens, in_colour
 from inertiakv.scripts.cli.machine import ModelOptions, check_device, loading
 from inertiakv.scripts.cli.program import say
-from inertiakv.scripts.cli.report import Run, agreement, summary
+from inertiakv.scripts.cli.report import Run, agreement, summary, too_few
+from inertiakv.scripts.cli.screen import SCREEN
 
 DEFAULT_NEW_TOKENS = 256
-BOTH_POLICIES = ("compression", "budget", "sinks", "recent")
+DEFAULT_BATCH_SIZE = 8
+BOTH_POLICIES = ("compression", "budget", "min_budget", "sinks", "recent")
 """Eviction options that hold for the compared policy, too: how much is kept. The rest is a policy's own."""
 
 
@@ -56,7 +60,7 @@ class PromptOptions:
     prompt_file: Path | None = None
     """A text file; the newline at its end is not part of the prompt."""
     prompts_jsonl: Path | None = None
-    """Several prompts, answered as one batch: {"prompt": TEXT} or {"messages": [...]} in each line."""
+    """Several prompts: {"prompt": TEXT} or {"messages": [...]} in each line, and an "id" that comes back."""
     system: str | None = None
     """A system message before each prompt."""
     template_args: prompts.TemplateArgs = ()
@@ -67,32 +71,48 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyOptions:
+class RuleOptions:
     """By which rule tokens are evicted."""
 
     policy: Annotated[str, Option("NAME", choices=tuple(POLICIES))] = "inertiakv"
     """A named rule; full keeps every token."""
-    compare: Annotated[str | None, Option("NAME", choices=tuple(POLICIES))] = None
-    """A second policy to answer the same prompts afterwards. --compression, --budget, --sinks and --recent
-    hold for both policies, the other eviction options for --policy alone."""
     eviction: Annotated[
         dict[str, Any],
-        FieldsOf(EvictionConfig, "Fields of the policy to set to other values than its own."),
+        FieldsOf(
+            EvictionConfig,
+            "Fields of the policy to set to other values than its own. Without --budget and --min-budget the "
+            f"latter is {SMALLEST_BUFFER}, which costs no memory.",
+        ),
     ] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerOptions:
-    """Where an answer ends, and how its tokens are chosen."""
+class PolicyOptions(RuleOptions):
+    """By which rule tokens are evicted."""
 
-    max_new_tokens: Annotated[int | None, Option(default=str(DEFAULT_NEW_TOKENS))] = None
+    compare: Annotated[str | None, Option("NAME", choices=tuple(POLICIES))] = None
+    """A second policy to answer the same prompts afterwards. --compression, --budget, --min-budget, --sinks
+    and --recent hold for both policies, the other eviction options for --policy alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOptions:
+    """How long an answer is, and how its tokens are chosen."""
+
+    max_new_tokens: Annotated[int | None, Option(default=str(DEFAULT_NEW_TOKENS), least=1)] = None
     """Tokens of an answer at most."""
-    stop: Annotated[tuple[str, ...], Option(repeat=True)] = ()
-    """End an answer before this text. May be given several times."""
     sampling: Annotated[
         dict[str, Any],
         FieldsOf(Sampling, "How tokens are chosen. The filters apply in this order, after the temperature."),
     ] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(TokenOptions):
+    """Where an answer ends, and how its tokens are chosen."""
+
+    stop: Annotated[tuple[str, ...], Option(repeat=True)] = ()
+    """End an answer before this text. May be given several times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +128,15 @@ class MachineOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """How many prompts are answered together."""
+
+    batch_size: Annotated[int | None, Option(default=str(DEFAULT_BATCH_SIZE), least=1)] = None
+    """Prompts of --prompts-jsonl at most, of similar lengths. More are faster together, and take more
+    memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DebuggingOptions:
     """For a model on several devices, with torchrun."""
 
@@ -117,7 +146,7 @@ class DebuggingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What is printed. Answers to several prompts come at the end, under their numbers."""
+    """What is printed. Answers to several prompts come batch by batch, under their ids or numbers."""
 
     stream: Annotated[bool | None, Option(default="for a single prompt")] = None
     """Print an answer as it comes."""
@@ -125,11 +154,19 @@ class OutputOptions:
     """Print one JSON object with the answers and every number, and nothing else, to stdout."""
     show_kept: Switch = False
     """Afterwards print the prompt with what was kept of it to stderr; with --json: the kept positions."""
+    jsonl: Switch = False
+    """With --prompts-jsonl: print a JSON object a line for each answer, once its batch is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(
-    PromptOptions, PolicyOptions, AnswerOptions, MachineOptions, DebuggingOptions, OutputOptions
+    PromptOptions,
+    PolicyOptions,
+    AnswerOptions,
+    BatchOptions,
+    MachineOptions,
+    DebuggingOptions,
+    OutputOptions,
 ): ...
 
 
@@ -167,9 +204,19 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
         model, tokenizer = load(args, tp)
         seconds = time.perf_counter() - start
         rows = encode(tokenizer, given, args)
-    max_new_tokens = choose_length(args.max_new_tokens, max(map(len, rows)), model.config.max_positions)
+    lengths = list(map(len, rows))
+    max_new_tokens = choose_length(args.max_new_tokens, max(lengths), model.config.max_positions)
+    for name, eviction in policies:
+        if remark := too_few(eviction, lengths):
+            say(f"WARNING: {name}: {remark}")
     stop = StopStrings(tokenizer, args.stop) if args.stop else None
     detokenizer = Detokenizer(tokenizer, model.config.eos_token_ids, stop)
+    decoders = [make_decoder(model, eviction, args) for _, eviction in policies]
+    answerer = Answerer(
+        decoders, choose_reader(decoders, args), detokenizer, max_new_tokens, sampling, streaming
+    )
+    ids = [number if prompt.id is None else prompt.id for number, prompt in enumerate(given, 1)]
+    kept = [KeptTokens(name, rows) for name, _ in policies] if args.show_kept else None
     about = {
         **describe(args, model),
         "substituted": model.substituted,
@@ -178,62 +225,80 @@ def answer_prompts(args: Arguments, tp: TensorParallel) -> None:
         "ranks": tp.size,
     }
 
-    runs = []
-    for name, eviction in policies:
-        if len(policies) > 1 and not args.json:
-            print(f"=== {name} ===", flush=True)
-        printer = StreamPrinter(detokenizer) if streaming else None
-        decoder = make_decoder(model, eviction, args, printer.say if printer else say)
-        with contextlib.closing(PrefillBar(sum(map(len, rows)))) as bar:
-            out = decoder.generate(
-                rows, max_new_tokens, sampling=sampling, stop=printer or stop, progress=bar
-            )
-        texts = [detokenizer.text(tokens) for tokens in out.tokens]
-        kept = KeptTokens(name, rows) if args.show_kept else None
+    def make_run(number: int, part: Part) -> Run:
+        places, out = part
+        texts = list(map(detokenizer.text, out.tokens))
+        positions = None if kept is None else [kept[number].positions[place] for place in places]
+        called = [ids[place] for place in places]
+        return Run(about, *policies[number], out, texts, seconds, called, positions)
+
+    def begin(number: int) -> None:
+        if len(policies) > 1 and not args.json and not args.jsonl:
+            SCREEN.write(f"=== {policies[number][0]} ===\n")
+
+    def done(number: int, part: Part) -> None:
         if kept is not None:
-            kept.take(decoder, range(len(rows)))
-        runs.append(Run(about, name, eviction, out, texts, seconds, kept))
-        if printer:
-            printer.end()
-        elif not args.json:
-            print_answers(texts)
+            kept[number].take(decoders[number], part[0])
+        if not streaming:
+            show(args, make_run(number, part), several=len(rows) > 1)
+
+    wholes = answerer.answer_all(rows, args.batch_size or DEFAULT_BATCH_SIZE, begin, done)
+    runs = [make_run(number, (list(range(len(rows))), whole)) for number, whole in enumerate(wholes)]
     if args.json:
-        print(json.dumps(as_json(runs)))
-    elif args.show_kept:
-        shown = [run.kept for run in runs if run.kept is not None and run.eviction is not None]
-        say("\n" + "\n\n".join(kept.text(tokenizer, in_colour(sys.stderr)) for kept in shown))
+        print(json.dumps(as_json(runs, named=any(prompt.id is not None for prompt in given))))
+    elif kept is not None:
+        evicting = [each for each, (_, eviction) in zip(kept, policies, strict=True) if eviction is not None]
+        say("\n" + "\n\n".join(each.text(tokenizer, in_colour(sys.stderr)) for each in evicting))
     say("\n" + summary(runs))
 
 
-def make_decoder(
-    model: Any, eviction: EvictionConfig | None, args: Arguments, tell: Callable[[str], None]
-) -> Decoder:
-    """A decoder that reports its slow parts to `tell`."""
+def make_decoder(model: Any, eviction: EvictionConfig | None, args: Arguments) -> Decoder:
+    """A decoder that tells of its slow parts."""
     return Decoder(
         model,
         eviction,
         compile=args.compile,
         attention=args.attention,
-        on_compile=lambda what: tell(f"compiling the {what} ..."),
-        on_draft=lambda number, drafts: tell(f"rehearsing the answer: draft {number} of {drafts} ..."),
+        on_compile=tell_compile,
+        on_draft=tell_draft,
         check_ranks=args.check_ranks,
     )
+
+
+def choose_reader(decoders: Sequence[Decoder], args: Arguments) -> Decoder | None:
+    """What reads prompts once for several decoders: the last one, if it keeps everything."""
+    if len(decoders) == 1:
+        return None
+    return decoders[-1] if decoders[-1].eviction is None else make_decoder(decoders[-1].model, None, args)
 
 
 def choose_policies(args: PolicyOptions) -> list[tuple[str, EvictionConfig | None]]:
     """Names and configs of the policies to run. Raises ValueError for options that none of them would use."""
     given = args.eviction
     if args.compare is None:
-        return [(args.policy, policy(args.policy, **given))]
-    shared = {name: value for name, value in given.items() if name in BOTH_POLICIES}
+        return [(args.policy, floored_policy(args.policy, given))]
+    shared = shared_by_policies(given)
     if args.policy == "full":  # has no use for what the other one keeps
-        first = policy("full", **{name: value for name, value in given.items() if name not in shared})
-    else:
-        first = policy(args.policy, **given)
-    second = policy(args.compare, **({} if args.compare == "full" else shared))
+        given = {name: value for name, value in given.items() if name not in shared}
+    first = floored_policy(args.policy, given)
+    second = floored_policy(args.compare, {} if args.compare == "full" else shared)
     if first == second:
         raise ValueError(f"--compare {args.compare} would run the same policy twice")
     return [(args.policy, first), (args.compare, second)]
+
+
+def shared_by_policies(given: dict[str, Any]) -> dict[str, Any]:
+    """What is given of how much is kept."""
+    return {name: value for name, value in given.items() if name in BOTH_POLICIES}
+
+
+def floored_policy(name: str, changes: dict[str, Any]) -> EvictionConfig | None:
+    """The named policy with fields replaced. Unless it is said how many tokens are kept at least, of a short
+    prompt it keeps what the smallest cache has room for anyway."""
+    config = policy(name, **changes)
+    if config is None or config.budget is not None or config.protect_prompt or "min_budget" in changes:
+        return config
+    return replace(config, min_budget=SMALLEST_BUFFER)
 
 
 def read_prompts(args: PromptOptions) -> list[prompts.Prompt]:
@@ -273,13 +338,19 @@ def _read_prompts(args: PromptOptions) -> list[prompts.Prompt]:
     return [prompts.from_stdin()]
 
 
-def choose_streaming(args: OutputOptions, count: int) -> bool:
-    """Whether the answer is printed as it comes. Raises ValueError where --stream would be ignored."""
-    if args.stream and args.json:
-        raise ValueError("--stream has no effect with --json, which prints one object at the end")
+def choose_streaming(args: Arguments, count: int) -> bool:
+    """Whether the answer is printed as it comes. Raises ValueError where an option would be ignored."""
+    if args.stream and (args.json or args.jsonl):
+        raise ValueError(f"--stream has no effect with --json{'l' * args.jsonl}, which prints whole answers")
+    if args.json and args.jsonl:
+        raise ValueError("give --json for one object at the end, or --jsonl for one a line, not both")
+    if args.prompts_jsonl is None:
+        for name, given in (("--jsonl", args.jsonl), ("--batch-size", args.batch_size is not None)):
+            if given:
+                raise ValueError(f"{name} has no effect without --prompts-jsonl")
     if args.stream and count > 1:
         raise ValueError(f"--stream takes one prompt, got {count}: their answers are printed at the end")
-    return count == 1 and not args.json and args.stream is not False
+    return count == 1 and not args.json and not args.jsonl and args.stream is not False
 
 
 def load(args: MachineOptions, tp: TensorParallel = SINGLE_PROCESS) -> tuple[Any, Any]:
@@ -316,17 +387,21 @@ def choose_length(asked: int | None, prompt_tokens: int, max_positions: int) -> 
     return room
 
 
-def print_answers(texts: list[str]) -> None:
-    for number, text in enumerate(texts, 1):
-        if len(texts) > 1:
-            print(f"--- {number} ---")
-        print(text, flush=True)
+def show(args: OutputOptions, run: Run, *, several: bool) -> None:
+    """Print the answers of a batch, unless they come at the end."""
+    if args.jsonl:
+        for name, row in run.named_rows:
+            SCREEN.write(json.dumps({"id": name, "policy": run.policy, **row}) + "\n")
+    elif not args.json:
+        for name, text in zip(run.ids, run.texts, strict=True):
+            SCREEN.write(f"--- {name} ---\n{text}\n" if several else f"{text}\n")
 
 
-def as_json(runs: Sequence[Run]) -> dict[str, Any]:
-    report = runs[0].as_json()
+def as_json(runs: Sequence[Run], named: bool) -> dict[str, Any]:
+    """Rows have an id where prompts are `named`."""
+    report = runs[0].as_json(named)
     if len(runs) == 2:
-        report |= {"compared": runs[1].as_json(), "agreement": round(agreement(*runs), 4)}
+        report |= {"compared": runs[1].as_json(named), "agreement": round(agreement(*runs), 4)}
     return report
 
 

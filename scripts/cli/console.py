@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -11,24 +10,47 @@ from tqdm import tqdm
 from inertiakv import StopStrings, TextStream
 from inertiakv.models.encoding import decode_answer
 from inertiakv.scripts.cli.program import say
+from inertiakv.scripts.cli.screen import SCREEN
+
+COMPILE_TIME = "some 10 to 30 seconds the first time"
+
+
+def tell_compile(what: str) -> None:
+    """For `Decoder(on_compile=...)`."""
+    SCREEN.status(f"compiling the {what} ({COMPILE_TIME}) ...")
+
+
+def tell_draft(number: int, drafts: int) -> None:
+    """For `Decoder(on_draft=...)`."""
+    SCREEN.status(f"rehearsing the answer: draft {number} of {drafts} ...")
 
 
 class PrefillBar:
-    """Progress of a prefill of `total` tokens, for `Decoder.generate(progress=...)`: a bar on a terminal, one
-    line elsewhere."""
+    """Progress of a prefill, for `Decoder.generate(progress=...)`: a bar on a terminal, one line elsewhere.
+    Without a `total` of tokens it is shown once it is known that there is more to read."""
 
-    def __init__(self, total: int) -> None:
-        self.bar = tqdm(total=total, desc="prefill", unit=" tokens", disable=None, leave=False)
-        if self.bar.disable:
-            say(f"prefill of {total:,} tokens ...")
+    def __init__(self, total: int | None = None, label: str = "") -> None:
+        self.label = label
+        self.bar = None if total is None else self._begin(total)
+
+    def _begin(self, total: int) -> tqdm:
+        SCREEN.wipe()
+        bar = tqdm(total=total, desc=f"prefill{self.label}", unit=" tokens", disable=None, leave=False)
+        if bar.disable:
+            say(f"prefill of {total:,} tokens{self.label} ...")
+        return bar
 
     def __call__(self, done: int, total: int) -> None:
-        self.bar.update(done - self.bar.n)
+        if self.bar is None and done < total:
+            self.bar = self._begin(total)
+        if self.bar is not None:
+            self.bar.update(done - self.bar.n)
         if done == total:
             self.close()
 
     def close(self) -> None:
-        self.bar.close()
+        if self.bar is not None:
+            self.bar.close()
 
 
 class Detokenizer:
@@ -47,7 +69,9 @@ class Detokenizer:
 class StreamPrinter:
     """Prints one answer while it is decoded: `Decoder.generate(stop=...)` calls it with all tokens so far.
 
-    Text that may be the beginning of a stop string is printed once it is clear that it is not.
+    Text that may be the beginning of a stop string is printed once it is clear that it is not. That of the
+    first token waits for the second: between them drafts are decoded and steps are compiled, and what is said
+    of it comes before the answer.
     """
 
     def __init__(self, detokenizer: Detokenizer) -> None:
@@ -55,8 +79,6 @@ class StreamPrinter:
         self.stream = TextStream(detokenizer.tokenizer)
         self.text = ""
         self.printed = 0
-        self.last_break = 0
-        """Characters printed when the last line break for a message was made."""
 
     def __call__(self, row: int, tokens: list[int]) -> bool:
         """Whether a stop string has come."""
@@ -65,22 +87,17 @@ class StreamPrinter:
         stop = self.detokenizer.stop
         starts = {s[:n] for s in stop.strings for n in range(1, len(s))} if stop else set()
         undecided = max((len(start) for start in starts if self.text.endswith(start)), default=0)
-        self._print(self.text[: len(self.text) - undecided])
+        if len(tokens) > 1:
+            self._print(self.text[: len(self.text) - undecided])
         return stop is not None and stop(row, tokens)
-
-    def say(self, text: str) -> None:
-        """`say`, on a line of its own where a terminal shows the answer, too."""
-        if sys.stdout.isatty() and self.printed > self.last_break:
-            text, self.last_break = "\n" + text, self.printed
-        say(text)
 
     def end(self) -> None:
         self.text += self.stream.end()
         self._print(self.text)
-        print(flush=True)
+        SCREEN.write("\n")
 
     def _print(self, text: str) -> None:
         new = self.detokenizer.cut(text)[self.printed :]
         if new:
-            print(new, end="", flush=True)
+            SCREEN.write(new)
             self.printed += len(new)

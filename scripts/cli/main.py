@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
+    "chat": "talk to a model in the terminal, about documents of yours",
     "decode": "answer prompts while the KV cache keeps a fraction of them",
     "eval": "score policies on benchmarks: RULER, LongBench, needles, chains",
     "report": "make tables and pictures of what eval has measured",

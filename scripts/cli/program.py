@@ -12,6 +12,8 @@ from datetime import timedelta
 
 import torch
 
+from inertiakv.scripts.cli.screen import SCREEN
+
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
@@ -19,7 +21,7 @@ def run(main: Callable[[], None]) -> int:
     """Call `main` and return the exit code of the process: 2, with one line on stderr, for a user's mistake.
     Under torchrun, of processes with the same message only the first prints it."""
     try:
-        with warnings_shown():
+        with warnings_shown(), _whole_lines():
             main()
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -28,7 +30,7 @@ def run(main: Callable[[], None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        line = _one_line(error)
+        line = one_line(error)
         if _is_first(line, lost_peer=isinstance(error, ConnectionError)):
             print(f"error: {line}", file=sys.stderr, flush=True)
         return 2
@@ -36,8 +38,21 @@ def run(main: Callable[[], None]) -> int:
 
 
 def say(text: str) -> None:
-    """Print a line of progress to stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line to stderr."""
+    SCREEN.say(text)
+
+
+@contextlib.contextmanager
+def _whole_lines() -> Iterator[None]:
+    """However it ends, what is printed next begins a line."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except BaseException:
+        SCREEN.end_line()
+        raise
+    SCREEN.end_line()
 
 
 class _Stderr(logging.Handler):
@@ -79,7 +94,8 @@ def silence(wanted: bool) -> Iterator[None]:
         yield
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """What an error says."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or "out of memory"

@@ -24,6 +24,8 @@ class Prompt:
     origin: str
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """What the chat template is given beside the messages."""
+    id: str | float | None = None
+    """What its user calls it."""
 
     def messages(self, system: str | None) -> list[Message]:
         chat = self.content
@@ -76,8 +78,8 @@ def from_stdin() -> Prompt:
 
 def from_jsonl(path: Path) -> list[Prompt]:
     """One prompt a line, {"prompt": TEXT} or {"messages": [{"role": TEXT, "content": TEXT}, ...]}, which may
-    have "template_args": {...}, too; blank lines are skipped. Raises ValueError, with the line's number, for
-    anything else."""
+    have "template_args": {...} and an "id", too; blank lines are skipped. Raises ValueError, with the line's
+    number, for anything else."""
     lines = read_text(path).split("\n")
     prompts = [_from_json(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
@@ -87,25 +89,34 @@ def from_jsonl(path: Path) -> list[Prompt]:
 
 def _from_json(line: str, origin: str) -> Prompt:
     entry = parse_json(line, f"{origin} is not JSON")
-    asked = set(entry) - {"template_args"} if isinstance(entry, dict) else set()
+    asked = set(entry) - {"template_args", "id"} if isinstance(entry, dict) else set()
     if asked not in ({"prompt"}, {"messages"}):
         keys = f"keys {', '.join(entry)}" if isinstance(entry, dict) and entry else "no such object"
         raise ValueError(f'{origin} must be {{"prompt": ...}} or {{"messages": [...]}}, and has {keys}')
-    template_args = entry.get("template_args", {})
+    template_args, name = entry.get("template_args", {}), entry.get("id")
     if not isinstance(template_args, dict):
         raise ValueError(f"{origin}: template_args must be an object, got {template_args!r}")
-    if "prompt" in entry:
-        text = entry["prompt"]
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"{origin}: prompt must be a text that is not empty, got {text!r}")
-        check_text(text, f"the prompt ({origin})")
-        return Prompt(text, origin, template_args)
+    if "id" in entry and (isinstance(name, bool) or not isinstance(name, str | int | float)):
+        raise ValueError(f"{origin}: id must be a text or a number, got {name!r}")
+    content = _text(entry, origin) if "prompt" in entry else _messages(entry, origin)
+    return Prompt(content, origin, template_args, name)
+
+
+def _text(entry: dict[str, Any], origin: str) -> str:
+    text = entry["prompt"]
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{origin}: prompt must be a text that is not empty, got {text!r}")
+    check_text(text, f"the prompt ({origin})")
+    return text
+
+
+def _messages(entry: dict[str, Any], origin: str) -> list[Message]:
     messages = entry["messages"]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise ValueError(f'{origin}: messages must be a list of {{"role": TEXT, "content": TEXT}}')
     for text in (message[key] for message in messages for key in ("role", "content")):
         check_text(text, f"a message ({origin})")
-    return Prompt(messages, origin, template_args)
+    return messages
 
 
 def _is_message(message: object) -> bool:
