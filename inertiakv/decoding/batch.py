@@ -81,13 +81,13 @@ class BatchState(TensorState):
         """Take each active row's next token from its logits, enter it into the history and end rows at an
         end-of-sequence id. A row whose logits are not finite ends without a token. Runs inside the graph."""
         logits_BV = logits_BV.float()
-        finite_B = logits_BV.amax(-1).isfinite()
         if greedy:
             token_B = logits_BV.argmax(-1)
         else:
             filters = (self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B)
-            finite_BV = torch.where(finite_B[:, None], logits_BV, 0.0)
-            token_B = sample(finite_BV, *filters, self.seed_B, self.position_B)
+            token_B = sample(logits_BV, *filters, self.seed_B, self.position_B)
+        # NaN counts as the largest: where any logit is not finite, the chosen one is not.
+        finite_B = logits_BV.gather(-1, token_B[:, None])[:, 0].isfinite()
         self.failed_B.logical_or_(~self.finished_B & ~finite_B)
         self.finished_B.logical_or_(self.failed_B)
         active_B = ~self.finished_B

@@ -98,4 +98,5 @@ def sample(
     target_B1 = uniform(seed_B, position_B)[:, None] * mass_BV[:, -1:]
     choice_B1 = (mass_BV <= target_B1).sum(-1, keepdim=True)
     last_B1 = (p_BV > 0).sum(-1, keepdim=True) - 1
-    return token_BV.gather(-1, torch.minimum(choice_B1, last_B1))[:, 0]
+    # Where logits are not finite nothing has a probability: the first, which is then no number itself.
+    return token_BV.gather(-1, torch.minimum(choice_B1, last_B1).clamp_min(0))[:, 0]
