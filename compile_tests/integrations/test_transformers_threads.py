@@ -69,7 +69,8 @@ def test_autocast() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copied_model_is_one_of_its_own(copied: Any) -> None:
-    model, _ = pair("llama")
+    # One that no other test has: transformers may leave hooks in a model that cannot be pickled.
+    model, _ = pair("llama", rms_norm_eps=2e-6)
     expected = generate(model, *padded(prompts(30)), 6, InertiaCache(model, RULE))
     plain = generate(model, *padded(prompts(30)), 6)
     other = copied(model)
