@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from inertiakv.models.extras import install
 from inertiakv.models.files import disk_error, parse_json, read_json, read_text
 
 Row = dict[str, Any]
@@ -24,9 +25,7 @@ def hub_rows(repository: str, config: str | None, split: str) -> list[Row]:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(
-            f"{repository} needs the package datasets: pip install 'inertiakv[eval]'"
-        ) from error
+        raise ImportError(f"{repository} needs the package datasets: {install('eval')}") from error
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -104,7 +103,7 @@ def _read_parquet(file: Path) -> list[Row]:
         from pyarrow import ArrowException
         from pyarrow.parquet import read_table
     except ImportError as error:
-        raise ValueError(f"{file} needs the package pyarrow: pip install 'inertiakv[eval]'") from error
+        raise ValueError(f"{file} needs the package pyarrow: {install('eval')}") from error
     try:
         rows: list[Row] = read_table(file).to_pylist()
     except (ArrowException, OSError) as error:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+from inertiakv.models.extras import install
+
 # RULER: which references does the prediction contain, in whatever case and wherever?
 
 
@@ -79,7 +81,7 @@ def _rouge() -> Any:
     try:
         from rouge import Rouge
     except ImportError as error:
-        raise ValueError("ROUGE needs the package rouge: pip install 'inertiakv[eval]'") from error
+        raise ValueError(f"ROUGE needs the package rouge: {install('eval')}") from error
     return Rouge(metrics=["rouge-l"])
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from inertiakv.models.extras import install
+
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 SAME = 1e-9
@@ -86,7 +88,7 @@ def t_test(strata: Strata) -> tuple[float, float]:
     try:
         from scipy.special import stdtr
     except ImportError as error:
-        raise ValueError("the paired t-test needs scipy: pip install 'inertiakv[eval]'") from error
+        raise ValueError(f"the paired t-test needs scipy: {install('eval')}") from error
     values = [np.asarray(stratum, np.float64) for stratum in strata]
     if min(map(len, values)) < 2:
         return math.nan, math.nan

@@ -5,7 +5,6 @@ silently make another model: head dim, expert size, RoPE scaling.
 """
 
 import contextlib
-import importlib.util
 import logging
 import shutil
 import tempfile
@@ -17,6 +16,7 @@ import torch
 
 from .checkpoint import load_checkpoint
 from .config import unite_ids
+from .extras import OF_GGUF, install, missing
 from .files import disk_error
 from .rope import RopeConfig, inverse_frequencies
 
@@ -36,11 +36,7 @@ def convert_gguf(file: str | Path, target: str | Path, *, exist_ok: bool = False
     packages are missing.
     """
     file, target = Path(file), Path(target)
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RuntimeError(
-            f"reading a GGUF file needs {' and '.join(missing)}: pip install 'inertiakv[gguf]'"
-        )
+    check_packages()
     import transformers
 
     if not hasattr(transformers, "GgufConfig"):
@@ -66,6 +62,12 @@ def convert_gguf(file: str | Path, target: str | Path, *, exist_ok: bool = False
             log.info("%s is another process's, which was faster (%s)", target, error)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_packages() -> None:
+    """Raises RuntimeError for packages that are missing."""
+    if lacking := missing(*OF_GGUF):
+        raise RuntimeError(f"reading a GGUF file needs {lacking}: {install('gguf')}")
 
 
 @contextlib.contextmanager

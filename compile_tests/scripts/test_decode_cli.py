@@ -558,7 +558,7 @@ def test_the_default_length_makes_do_with_what_fits(cli: Cli, tmp_path: Path) ->
         ("", "no prompt: give --prompt TEXT, --prompt-file FILE, --prompts-jsonl FILE, or - for stdin"),
         ("--prompt a -", "one prompt source at a time, got - and --prompt"),
         ("--prompt-file a --prompts-jsonl b", "one prompt source at a time, got --prompt-file and --prompts"),
-        ("Hello", "unexpected 'Hello': a prompt is given with --prompt TEXT"),
+        ("Hello", "unexpected 'Hello': did you mean --prompt Hello?"),
         ("--prompt-file nowhere", "nowhere: No such file or directory"),
         ("--prompts-jsonl nowhere", "nowhere: No such file or directory"),
         ("--prompt-file .", ".: Is a directory"),
@@ -595,6 +595,12 @@ def test_wrong_command_lines(argv: str, message: str, cli: Cli) -> None:
     result = cli(*argv.split())
     assert message in result.error
     assert result.err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_words_without_an_option(cli: Cli) -> None:
+    expected = "unexpected words: Hello world; did you mean --prompt 'Hello world'? (see --help)"
+    assert cli("--budget", 9, "Hello", "world").error == expected
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -653,6 +659,8 @@ def test_empty_prompts(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_models_that_cannot_be_loaded(cli: Cli, tmp_path: Path) -> None:
     assert "no model 'nowhere'" in cli("--prompt", "a", model="nowhere").error
+    assert "no tokenizer" in cli("--prompt", "a", model=tmp_path).error
+    (tmp_path / "tokenizer.json").write_text("{}")
     assert "config.json is missing" in cli("--prompt", "a", model=tmp_path).error
 
 
@@ -725,12 +733,16 @@ def test_program(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_the_demos_question_is_answered_by_the_full_cache(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demos_question_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     demo = ROOT / "scripts" / "demo"
     text = (demo / "lighthouse.txt").read_text() + (demo / "question.txt").read_text()
-    argv = ["--prompt", text, "--policy", "full", "--max-new-tokens", "32", "--no-compile", "--json"]
+    argv = ["--prompt", text, "--policy", "rehearsed", "--dtype", "float32", "--compare", "full"]
+    argv += ["--max-new-tokens", "32", "--no-compile", "--json"]
     assert decode.main(argv) == 0
-    row = json.loads(capsys.readouterr().out)["rows"][0]
-    assert "7419" in row["text"]
-    assert "<|im_end|>" not in row["text"]
-    assert row["finish_reason"] == "eos"
+    report = json.loads(capsys.readouterr().out)
+    for run in (report, report["compared"]):
+        (row,) = run["rows"]
+        assert "7419" in row["text"]
+        assert "<|im_end|>" not in row["text"]
+        assert row["finish_reason"] == "eos"
+    assert report["rows"][0]["kept_tokens"] < row["kept_tokens"] / 9

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import warnings
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
+from inertiakv.models import extras
 from inertiakv.scripts.cli import program
 
 Says = Callable[[Exception], str]
@@ -61,3 +67,43 @@ def test_without_torchrun_or_its_store_all_is_said(says: Says, monkeypatch: pyte
     assert [says(ValueError("no")) for _ in range(2)] == ["error: no\n"] * 2
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert says(ValueError("no")) == "error: no\n"
+
+
+def test_only_what_concerns_a_user_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Other libraries' notes to programmers are left out; their errors, and what we warn of, are not."""
+    logger = logging.getLogger("torchao")
+    handler = logging.StreamHandler(sys.stderr)
+    logger.addHandler(handler)
+    level = logger.level
+
+    def talk() -> None:
+        logger.warning("no kernels")
+        logger.error("broken")
+        logging.getLogger("inertiakv").warning("take care")
+        with warnings.catch_warnings(record=True) as caught:
+            for category, module in (
+                (DeprecationWarning, "torch.jit._script"),
+                (UserWarning, "torch.cuda"),
+                (DeprecationWarning, "inertiakv.decoder"),
+            ):
+                warnings.warn_explicit("old", category, "file", 1, module)
+        assert [warning.category for warning in caught] == [UserWarning, DeprecationWarning]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert program.run(talk) == 0
+    logger.removeHandler(handler)
+    assert capsys.readouterr().err == "broken\nWARNING: take care\n"
+    assert logger.level == level
+
+
+def test_an_extra_is_installed_from_where_the_project_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "distribution", lambda name: None)
+    assert extras.install("gguf") == "pip install 'inertiakv[gguf]'"
+
+    def not_there(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(extras, "distribution", not_there)
+    checkout = Path(__file__).resolve().parents[2]
+    assert extras.install("gguf") == f"pip install '{checkout}[gguf]'"

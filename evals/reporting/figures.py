@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MISSING = "no plots: matplotlib is not installed (pip install 'inertiakv[plot]')"
+from inertiakv.models.extras import install
+
+MISSING = f"no plots: matplotlib is not installed ({install('plot')})"
 
 
 def available() -> bool:

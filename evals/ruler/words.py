@@ -8,6 +8,8 @@ from functools import cache
 from importlib.resources import files
 from random import Random
 
+from inertiakv.models.extras import install
+
 from .generated import Draw, Generated
 from .templates import COMMON_WORDS, FREQUENT_WORDS
 
@@ -18,9 +20,7 @@ def word_list(kind: str) -> list[str]:
     try:
         path = files("wonderwords.assets") / f"{kind}list.txt"
     except ImportError as error:
-        raise ImportError(
-            "RULER takes its words from the package wonderwords: pip install 'inertiakv[eval]'"
-        ) from error
+        raise ImportError(f"RULER takes its words from the package wonderwords: {install('eval')}") from error
     return sorted({line.rstrip() for line in path.read_text(encoding="utf-8").splitlines()})
 
 

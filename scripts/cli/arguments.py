@@ -98,6 +98,7 @@ def parse(
         _add_options(parser, parser, cls)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
+        _refuse_words(parser, known, unknown)
         near = difflib.get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
@@ -109,6 +110,14 @@ def parse(
     if script is not None:
         given["command"] = shlex.join(["python", f"scripts/{script}", *argv])
     return cls(**given)
+
+
+def _refuse_words(parser: argparse.ArgumentParser, known: argparse.Namespace, unknown: list[str]) -> None:
+    """Words without an option, where a prompt may be meant."""
+    words = [getattr(known, action.dest, "") for action in parser._actions if not action.option_strings]
+    if words and not unknown[0].startswith("-"):
+        text = " ".join(filter(None, [*words, *unknown]))
+        parser.error(f"unexpected words: {text}; did you mean --prompt {shlex.quote(text)}?")
 
 
 def _fields(cls: type) -> Iterator[tuple[Field[Any], Any, Any]]:

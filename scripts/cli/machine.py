@@ -33,7 +33,10 @@ def check_device(name: str | None) -> None:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Around `load_model`: its errors as ValueError, but for a lack of memory."""
+    """Around `load_model`: its errors as ValueError, but for a lack of memory; no bars of transformers."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     try:
         yield
     except (RuntimeError, ImportError) as error:

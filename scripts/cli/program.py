@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -15,13 +15,15 @@ import torch
 from inertiakv.scripts.cli.screen import SCREEN
 
 _STORE_TIMEOUT = timedelta(seconds=10)
+_TALKATIVE = ("torchao", "torch.utils._pytree", "transformers")
+"""Loggers of libraries whose warnings are about GPU kernels and coming versions."""
 
 
 def run(main: Callable[[], None]) -> int:
     """Call `main` and return the exit code of the process: 2, with one line on stderr, for a user's mistake.
     Under torchrun, of processes with the same message only the first prints it."""
     try:
-        with warnings_shown(), _whole_lines():
+        with others_are_quiet(), warnings_shown(), _whole_lines():
             main()
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -63,6 +65,25 @@ class _Stderr(logging.Handler):
 
 
 @contextlib.contextmanager
+def others_are_quiet() -> Iterator[None]:
+    """Leave out what other libraries say to their programmers: it means nothing to a user, who sees what the
+    project says, and every error. `-W` and PYTHONWARNINGS bring warnings back."""
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            if not sys.warnoptions:
+                warnings.filterwarnings("ignore", category=category, module=r"(?!inertiakv\b)")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+@contextlib.contextmanager
 def warnings_shown() -> Iterator[None]:
     """Print what the project warns of to stderr."""
     handler, log = _Stderr(logging.WARNING), logging.getLogger("inertiakv")
@@ -75,9 +96,10 @@ def warnings_shown() -> Iterator[None]:
 
 def require(extra: str, *packages: str) -> None:
     """Raise ValueError for packages of an extra that are not installed."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"this needs {' and '.join(missing)}: pip install 'inertiakv[{extra}]'")
+    from inertiakv.models.extras import install, missing
+
+    if lacking := missing(*packages):
+        raise ValueError(f"this needs {lacking}: {install(extra)}")
 
 
 @contextlib.contextmanager
